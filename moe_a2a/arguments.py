@@ -146,7 +146,7 @@ def checked_row_dtype(rank: int, dtype: Any) -> torch.dtype:
 
 
 def checked_bound(rank: int, handle: Any, num_max_tokens_per_rank: Any) -> int:
-    """For None, that of `handle`, a DispatchHandle, if one is given, or 0: the object's. No rank may have a token: that is a bound of 1."""
+    """None: the bound of `handle`, a DispatchHandle, if one is given, else 0: the object's. If no rank has a token: 1."""
     if num_max_tokens_per_rank is None:
         return 0 if handle is None else handle.num_max_tokens_per_rank
     return checked_int(rank, "num_max_tokens_per_rank", num_max_tokens_per_rank, 0) or 1

@@ -115,8 +115,8 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
 
 class Guard(AbstractContextManager[None]):
-    """Calls `failed` with the error that its body raises. A class, since every call enters some: a generator takes three
-    times as long."""
+    """Calls `failed` with the error that its body raises. Every call enters some of these, so it is a class: a generator
+    takes three times as long."""
 
     __slots__ = ("_failed",)
 

@@ -5,7 +5,7 @@ class PeerTimeoutError(RuntimeError):
     """A rank did not arrive within the deadline: it is dead, late, or makes different calls.
 
     Afterwards the object is unusable on every rank. All ranks raise this error and name the rank that the
-    first of them waited for. moe_a2a.shrink() goes on without it.
+    first of them waited for. moe_a2a.shrink() continues without it.
 
     Attributes:
         operation: the step that waited: "dispatch_send", "dispatch_recv", "combine_send" or "combine_recv"; of Collectives
@@ -44,13 +44,13 @@ class PeerTimeoutError(RuntimeError):
 
 
 class LeftOutError(RuntimeError):
-    """The other ranks go on without this one: it reached survivors() or shrink() after they had agreed on who is left.
+    """The other ranks continue without this one: it reached survivors() or shrink() after they had agreed on who is left.
 
-    This process can join no group of theirs any more.
+    This process can no longer join a group of theirs.
 
     Attributes:
         rank: this rank, in the original group.
-        survivors: the ranks that go on, in the original group.
+        survivors: the ranks that continue, in the original group.
     """
 
     def __init__(self, message: str, *, rank: int = -1, survivors: tuple[int, ...] = ()):
@@ -84,8 +84,8 @@ class PeerRefusedError(RuntimeError):
 
 
 class CallMismatchError(ValueError):
-    """Ranks made different calls. Of a Collectives: a different collective, count, row shape, dtype, operator, algorithm or codec.
-    Of an ExpertParallel: some dispatched float8 rows and others did not, or float8 rows with scales of another kind, or with
+    """Ranks made different calls. Collectives: a different collective, count, row shape, dtype, operator, algorithm or codec.
+    ExpertParallel: some ranks dispatched float8 rows and others did not, or float8 rows with scales of another kind, or with
     another bound (num_max_tokens_per_rank of dispatch()).
 
     Raised on every rank, with the calls of this rank and of one that differs. The call is over on all ranks, without a
@@ -101,7 +101,7 @@ class CallMismatchError(ValueError):
 
 
 class TraceFileError(ValueError):
-    """A file is not a complete trace as Trace.save() writes it: empty, truncated, damaged, or of another origin.
+    """A file is not a complete trace as Trace.save() writes it: empty, truncated, damaged, or written by something else.
 
     Attributes:
         path: the file, as the caller named it.

@@ -51,8 +51,8 @@ def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) ->
 
 
 def swiglu_experts(handle: DispatchHandle, w_gate_up: Weight, w_down: Weight) -> torch.Tensor:
-    """Runs each local expert on its rows: y = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Step by step, the
-    form to read: it computes what the kernels compute, rounded between the steps (float8 weights: in fp32, unrounded).
+    """Runs each local expert on its rows: y = (silu(x @ gate.T) * (x @ up.T)) @ down.T. Step by step, the easiest form to
+    read: it computes what the kernels compute, rounded between the steps (float8 weights: in fp32, unrounded).
 
     Args:
         handle: of a dispatch, any layout; float8 rows are dequantised first.

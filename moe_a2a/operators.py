@@ -1,7 +1,7 @@
 """torch.ops.moe_a2a: calls as torch.compile and torch.export see them, one operator each, with a known result shape.
 
-While PyTorch traces, `MoELayer`, `grouped_gemm()` and the methods of `Collectives` call these operators, whose bodies are
-the same calls again. An operator takes tensors, numbers and strings, so an object enters as its number. A graph works only in
+While PyTorch traces, `MoELayer`, `grouped_gemm()` and the methods of `Collectives` call these operators, whose bodies make
+the same calls again. An operator takes tensors, numbers and strings, so an object is passed as its number. A graph works only in
 the process that compiled it, and only while the object lives.
 """
 

@@ -1,4 +1,4 @@
-"""What other libraries ask of routes: their order by a token's choices, and how many rows there are at most."""
+"""What other libraries need to know about routes: their order by a token's choices, and the most rows there can be."""
 
 from __future__ import annotations
 

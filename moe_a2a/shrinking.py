@@ -1,4 +1,4 @@
-"""shrink(): an ExpertParallel goes on without the ranks that are gone."""
+"""shrink(): an ExpertParallel continues without the lost ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("moe_a2a")
 
 
 def shrink(ep: ExpertParallel, *, lost: Iterable[int] = (), timeout: float | None = None) -> ExpertParallel:
-    """Closes `ep` and returns an ExpertParallel of the ranks that are left, each with the experts that it had.
+    """Closes `ep` and returns an ExpertParallel of the surviving ranks, each with the experts that it had.
 
         try:
             out = layer(ep, x, topk_idx)

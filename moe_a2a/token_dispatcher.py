@@ -40,8 +40,8 @@ COLLECTIVES_NBYTES = 1 << 20  # larger tables of gradients go in slices
 class Routes:
     """The routes behind the rows of TokenDispatcher.dispatch(), and the key to their combine().
 
-    weights is float32 [num_rows]: the weight of each row's route, 0 for rows without a route. Differentiable. Not to be changed,
-    since a weighted combine() takes the weights that dispatch() got.
+    weights is float32 [num_rows]: the weight of each row's route, 0 for rows without a route. Differentiable. Do not change it:
+    a weighted combine() takes the weights that dispatch() got.
     expert_offsets is int32 [E_local + 1] on the device: the rows of local expert e are expert_offsets[e] to
     expert_offsets[e + 1] - 1, and expert_offsets[1:] is what torch._grouped_mm takes as `offs`.
     split_sizes holds the rows of each local expert as ints, for rows.split(). It is None if num_max_routes was given,
@@ -271,7 +271,7 @@ class _Exchange:
             )
 
     def _check_unchanged(self, weights: Tensor) -> None:
-        """The sums would not have the change, but the gradients would."""
+        """A change would affect the gradients but not the sums."""
         if not weights.is_inference() and weights._version > 0:
             raise ValueError(
                 f"routes.weights has been changed in place since dispatch() on rank {self.ep.rank}; scale y instead, or apply the "

@@ -12,8 +12,8 @@ enum class Seen : uint32_t {
   kNothing,
 };
 
-// Local. Blocks read and write it by relaxed atomics, and none of them has to be the last: finding the last one would
-// cost a fence and a round trip to the cache.
+// Local. Blocks read and write it by relaxed atomics, and none needs to know whether it is the last: finding the last
+// one would cost a fence and a round trip to the cache.
 struct CallState {
   static constexpr int kProgressBits = 20, kFailures = 4;
 

@@ -29,9 +29,9 @@ struct CollectiveBytes {
 };
 
 // R = num_ranks. Epoch e uses half e % 2: by the time a rank begins e, it has observed every rank's call_signal or
-// announcement of e - 1, which each of them wrote after its launch of e - 2 had ended. So nobody reads or writes a half
-// for two epochs at once, whatever the sizes, types and algorithms of the calls. Fields that are not atomic words need
-// the signal, see Seen.
+// announcement of e - 1, which each of them wrote after its launch of e - 2 had ended. So a half never serves
+// two epochs at once, whatever the sizes, types and algorithms of the calls. Fields that are not atomic words need the
+// signal, see Seen.
 struct CollectiveRegion {
   // ---- symmetric: written by the rank named in the index "src", read by the owner of the memory
   Array<Signal, 2> call_signal;      // [2, R src]  src makes this call

@@ -29,8 +29,8 @@ class Collectives : public Client {
   // take_tensor(). `num_blocks`: the limit for a launch; 0: as many as the device runs at once.
   Collectives(std::shared_ptr<Communicator> comm, int64_t max_nbytes, int64_t symmetric_nbytes = 0, int num_blocks = 0);
 
-  // Memory for a tensor of the caller, which stays taken until the object is destroyed. If every rank takes tensors of
-  // the same sizes in the same order, each lies at the same place on all ranks.
+  // Memory for a tensor of the caller, in use until the object is destroyed. If every rank takes tensors of the same
+  // sizes in the same order, each lies at the same place on all ranks.
   std::byte* take_tensor(int64_t nbytes);
   // Whether these bytes lie in such memory. False if there are none.
   bool holds(const std::byte* data, int64_t nbytes) const;

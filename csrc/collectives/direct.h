@@ -1,6 +1,6 @@
 // Collectives on tensors in symmetric memory: each rank reads its share of x on every rank, and writes its share of out
-// on every rank. The bytes of share_steps.h over each link, in one pass: no landing, no signal in between, no slices.
-// All ranks get the same bits, those of two-shot.
+// on every rank. As many bytes cross each link as in share_steps.h, but in one pass: no landing, no signal in between,
+// no slices. All ranks get the same bits, those of two-shot.
 #pragma once
 
 #include "collectives/share_steps.h"
@@ -37,7 +37,7 @@ class DirectSteps : public ShareChunks {
   using ShareChunks::ShareChunks;
 
   // Calls the member kStep for the chunks of this rank's share. All ranks must make this call: then their x is
-  // complete, and nobody uses their out.
+  // complete, and no rank uses their out.
   template <auto kStep>
   MOE_A2A_DEVICE void run_own_chunks(TraceKind kind) const {
     for_chunks(most_chunks(), [&](int i) {
@@ -49,7 +49,7 @@ class DirectSteps : public ShareChunks {
       return true;
     });
   }
-  // After it out is complete, and nobody reads x any more. False if a rank did not arrive.
+  // Afterwards out is complete, and no rank reads x any more. False if a rank did not arrive.
   MOE_A2A_DEVICE bool wait_for_other_shares() const {
     return for_chunks(most_chunks(),
                       [&](int i) { return wait_for_chunks(part_, grid_, block_, kNoChunk, {}, i, owners_of(i)); });

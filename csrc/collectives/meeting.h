@@ -32,8 +32,8 @@ MOE_A2A_DEVICE LlWord* announcement_of(const Part& part, int src) {
 }
 
 // Tells every rank which call this is. Run by one block. Once a wait has given up, of this client or another, this rank
-// announces nothing, so nobody takes what it sends: its values may rest on data that never arrived, and a peer that is
-// only late would not know.
+// announces nothing, so no peer uses what it sends: its values may depend on data that never arrived, and a peer that
+// is only late would not know.
 MOE_A2A_DEVICE void announce(const Part& part, const Block& block) {
   if (part.poison != 0) return;
   for (int i = block.rank(); i < part.num_ranks() * kAnnouncementWords; i += block.size()) {

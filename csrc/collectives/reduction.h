@@ -73,7 +73,7 @@ struct MergedRows {
 // How many vectors of a row a thread loads before it merges the first, beside those of kRowsInFlight - 1 other rows.
 inline constexpr int kMergedVectors = kRowsInFlight > 1 ? 2 : 1;
 
-// The vectors at c, c + stride, ... of a row, as far as they lie before `end`: one thread's.
+// The vectors at c, c + stride, ... of a row, up to `end`: one thread's.
 struct LaneRange {
   int c, stride, end;
 

@@ -281,7 +281,7 @@ void Client::close() {
 }
 
 // Waits for what is queued, then for the other ranks to close. Returns what the kernels have reported, unless this rank
-// knows already that a wait gave up: to close the other clients is then part of going on without the missing rank.
+// already knows that a wait gave up: closing the other clients is then part of continuing without the missing rank.
 std::exception_ptr Client::leave_peers() {
   device_->synchronize();
   std::exception_ptr reported;

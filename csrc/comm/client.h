@@ -40,7 +40,7 @@ struct PoisonLink {
   uint32_t* word = nullptr;               // this rank's, in the communicator's region
   const HeapView* heap = nullptr;         // locates the words of the other ranks
   const HeapView* device_heap = nullptr;  // the same, readable by kernels
-  // Whether a client of this rank has thrown for a wait that gave up; close() of the others then does not repeat it.
+  // Whether a client of this rank has thrown for a wait that gave up; the others' close() then does not throw it again.
   std::atomic<bool>* has_raised = nullptr;
 };
 

@@ -1,5 +1,5 @@
 // How the clients of one process share a device. Kernels wait for peers, which may launch those of several clients in
-// any order, so the kernels of all clients must be resident at once, each on a stream of its own.
+// any order, so the kernels of all clients must be resident at once, each client's on its own stream.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace moe_a2a {
 // Fewest blocks that a client may have. If its share is smaller, there are too many clients.
 inline constexpr int kFewestBlocks = 2;  // one sends, one receives
 
-// The most blocks of a client's launches. Clients get equal shares, but what those with a limit do not use goes to the
+// The most blocks of a client's launches. Clients get equal shares, but whatever those with a limit leave goes to the
 // others. limits: of all clients; 0: none.
 inline int share_of(int max_blocks, int limit, const std::vector<int>& limits) {
   if (limits.size() < 2) return max_blocks;
@@ -27,7 +27,7 @@ inline int share_of(int max_blocks, int limit, const std::vector<int>& limits) {
 // Counts a client among those of its device, until it leaves.
 class DeviceShare {
  public:
-  // counts: false for a client that launches nothing concurrently with others, or waits for nobody. limit: the most
+  // counts: false for a client that launches nothing concurrently with others, or waits for no rank. limit: the most
   // blocks of its launches; 0: none.
   DeviceShare(int device, bool counts, int limit = 0);
   ~DeviceShare() { leave(); }

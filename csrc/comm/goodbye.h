@@ -1,5 +1,5 @@
 // A client's last launch: tells every rank that this one makes no more calls, and waits until every rank has said so.
-// After that nobody writes into this rank's memory.
+// After that no rank writes into this rank's memory.
 #pragma once
 
 #include "comm/context.h"

@@ -48,7 +48,7 @@ std::string disagreement(const std::vector<RegionHandle>& handles);
 // Distinguishes the handles of one set of objects from those of any other; never 0.
 uint64_t digest_of(const std::vector<RegionHandle>& handles);
 
-// How the handle at this rank's place differs from this rank's own; empty when it is its own.
+// How the handle at this rank's place differs from this rank's own; empty if it does not.
 std::string not_own(const std::vector<RegionHandle>& handles, const RegionHandle& own);
 
 }  // namespace moe_a2a

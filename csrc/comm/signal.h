@@ -74,7 +74,7 @@ MOE_A2A_DEVICE void store_signals(const HeapView& heap, const RankSet& ranks, Si
 }
 
 // Publishes `epoch` in `local`'s place on every rank of `ranks`. Everything that this thread wrote, or its group before
-// the group's release_sync(), is visible to whoever then sees the epoch: pairs with the acquire in wait_for(). One
+// the group's release_sync(), is visible to any thread that sees the epoch: pairs with the acquire in wait_for(). One
 // fence covers all ranks: a fence per signal costs 20 % of the link on H200, and a fence stalls the whole SM. Returns
 // the time between the fence and the stores, so that no wait appears to end before its signal.
 MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,

@@ -16,7 +16,7 @@ class SignalQueue {
   MOE_A2A_HOST_DEVICE static constexpr int shared_bytes() {
     return kOneWarpPublishes ? SharedCarver::round_up(sizeof(Shared), SharedCarver::kLine) : 0;
   }
-  // How many warps send, of `num_able` that could: if those are all of the block's, one is set aside to publish.
+  // How many of the `num_able` warps that could send do so: if they are all of the block's, one is reserved to publish.
   MOE_A2A_HOST_DEVICE static constexpr int num_senders(int num_able, int num_warps) {
     return kOneWarpPublishes && num_able == num_warps ? num_warps - 1 : num_able;
   }

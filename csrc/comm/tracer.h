@@ -21,7 +21,7 @@ class Tracer {
   // Switches `shown`, which is passed to every launch that is to be recorded.
   Tracer(Device& device, TraceBuffer& shown) : device_(device), shown_(shown) {}
 
-  // Turns the trace on, empty. Memory only grows and is kept until the object ends: a captured graph goes on recording
+  // Turns the trace on, empty. Memory only grows and is kept until the object ends: a captured graph keeps recording
   // where it was captured. read() returns the first records_per_segment of each segment; the others count as dropped.
   void start(int64_t records_per_segment);
   void stop() { shown_ = {}; }

@@ -42,7 +42,7 @@ struct WaitPolicy {
   double ticks_per_second = 1;
   Report* report = nullptr;                // host-visible
   uint32_t* num_reports = nullptr;         // this rank's, see ClientServices
-  uint32_t* poison = nullptr;              // this rank's word in the CommRegion; null: a failed wait tells nobody
+  uint32_t* poison = nullptr;              // this rank's word in the CommRegion; null: a failed wait tells no rank
   const HeapView* comm_heap = nullptr;     // locates the poison of the other ranks; read by failed waits only
   const uint64_t* refusal_text = nullptr;  // ClientServices::refusal_text
   TraceBuffer trace;
@@ -53,8 +53,8 @@ struct WaitPolicy {
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Fills the report. Only the first wait that gives up does. `word`: the poison, or the refusal's payload. Rare
-// functions take a site by value: an object that is passed by reference lives in memory on the common path, too, where
-// each wait would write it before its first poll.
+// functions take a site by value: passed by reference, the object would live in memory on the common path too, and each
+// wait would write it before its first poll.
 MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, WaitSite site, Reason reason,
                                uint32_t word, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
   Report* report = policy.report;
@@ -83,7 +83,7 @@ MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, W
   atomic_store<Order::kRelease, Scope::kSystem>(&report->is_complete, 1u);  // pairs with the host's acquire
 }
 
-// Tells every rank, this one first, that this rank has given up waiting for `culprit`: nobody then waits for a rank
+// Tells every rank, this one first, that this rank has given up waiting for `culprit`, so that no rank waits for one
 // that has left.
 MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int culprit) {
   const uint32_t word = Poison::pack(heap.rank, culprit);
@@ -93,7 +93,7 @@ MOE_A2A_RARE void poison_all(const WaitPolicy& policy, const HeapView& heap, int
   }
 }
 
-// Not 0 once a wait of this rank has given up, or that of a peer, which told it.
+// Not 0 once a wait on this rank has given up, or one on a peer, which told this rank.
 MOE_A2A_DEVICE uint32_t poison_of(const WaitPolicy& policy) {
   return policy.poison != nullptr ? atomic_load<Order::kRelaxed, Scope::kSystem>(policy.poison) : 0;
 }
@@ -146,9 +146,9 @@ MOE_A2A_DEVICE void record_wait(const WaitPolicy& policy, const WaitSite& site, 
   if (kRecording && polls > 1 && trace_is_on() && site.is_recorded) append_wait(policy, site, start, polls, given_up);
 }
 
-// Waits until ready(seen) is true; false if it gave up. Looks around only every kPollsPerLook polls: a check must not
-// slow down the poll that succeeds. `seen`, a signal's word with the newest epoch that has arrived, goes into the
-// report. Refusals are checked for periodically.
+// Waits until ready(seen) is true; false if it gave up. Calls look_around() only every kPollsPerLook polls, so as not
+// to slow down the poll that succeeds. `seen`, a signal's word with the newest epoch that has arrived, goes into the
+// report.
 template <class Ready>
 MOE_A2A_DEVICE bool wait_until(uint64_t epoch, const WaitSite& site, const WaitPolicy& policy, const HeapView& heap,
                                const Refusal& refusal, Ready ready) {

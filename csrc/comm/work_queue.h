@@ -46,8 +46,8 @@ MOE_A2A_DEVICE RoundRobin<> make_round_robin(const Grid& grid, int worker, int n
 // unit. On the CPU, where blocks are threads, units go round-robin.
 class WorkQueue {
  public:
-  // `ticket`: counts the units drawn; 0 at the start of the launch. Each warp has a first unit of its own, unless
-  // blocks join late: nobody else could take the unit of a block that has not joined.
+  // `ticket`: counts the units drawn; 0 at the start of the launch. Each warp's first unit is fixed, unless blocks join
+  // late: no other warp could take the unit of a block that has not joined.
   MOE_A2A_DEVICE WorkQueue(const Grid& grid, const Block& block, int num_warps, uint32_t* ticket,
                            bool blocks_join_late = false)
       : warp_(block.warp()),

@@ -1,5 +1,5 @@
-// What a rank tells every other about its batch: the number of tokens, and what must be the same on all ranks: how many
-// they are at most, and the format of their rows.
+// What a rank tells every other about its batch: the number of tokens, and what must be the same on all ranks: the
+// bound on that number, and the format of the rows.
 #pragma once
 
 #include "comm/signal.h"

@@ -117,7 +117,7 @@ int ExpertParallel::combine_blocks(int num_tokens, const CombineInput& input, co
   return blocks(place, share_of_device());
 }
 
-// Of a kernel whose blocks wait for nothing: by default every block of the GPU, whatever this object's share.
+// For a kernel whose blocks wait for nothing: by default the GPU's maximum, whatever this object's share.
 int ExpertParallel::independent_blocks(const LaunchPlace& place) const {
   return device_->is_synchronous() || place.num_blocks > 0 ? blocks(place, 0) : device_->max_blocks();
 }

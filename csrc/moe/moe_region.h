@@ -68,7 +68,7 @@ struct MoeRegion {
   // ---- local
   Array<uint64_t, 1> epoch;                    // [B]  of the dispatch that holds the buffer; advanced by kernels
   Array<uint32_t, 1> has_given_up;             // [1]  1: a dispatch gave up; what is queued behind it sends nothing
-  Array<uint32_t, 1> is_void;                  // [B]  1: the latest dispatch sent nothing, nor is it received
+  Array<uint32_t, 1> is_void;                  // [B]  1: the latest dispatch sent nothing and receives nothing
   Array<ErrorCounters, 1> errors;              // [1]
   Array<uint32_t, 2> arrivals;                 // [B, kNumLaunches]  blocks counted in a launch; see count_block()
   Array<uint32_t, 2> tickets;                  // [B, kNumQueues]  units handed out in a launch; see comm/work_queue.h

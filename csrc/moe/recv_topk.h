@@ -85,7 +85,7 @@ struct RecvTopk {
     }
   }
 
-  // Rows that arrived past the last packed row. Their sums are wrong, and the host hears of them.
+  // Rows that arrived past the last packed row. Their sums are wrong, and the host is told.
   MOE_A2A_DEVICE static void report_rows_without_place(const Args& args, const Grid& grid, const Block& block) {
     const Context& c = args.context;
     const int64_t num_landed = c.region.landed_offsets(args.buffer, c.config.num_ranks);

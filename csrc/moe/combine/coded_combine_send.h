@@ -1,4 +1,4 @@
-// combine_send with a line codec: a kernel of its own, so that uncoded sums keep their registers. Sums that return as
+// combine_send with a line codec: a separate kernel, so that uncoded sums keep their registers. Sums that return as
 // LL words are not coded.
 #pragma once
 

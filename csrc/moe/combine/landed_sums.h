@@ -96,7 +96,7 @@ struct SummedRows : FormedRows {
     send_formed(sender, scheduled.delivery, piece, [&]<class T>(T* target) {
       add_rows(group, piece, args.vector_rows, RouteTerms<T>(args, terms), target);
     });
-    if (group.rank() == 0 && piece.first == 0) count_short_routes(args, terms);  // last: nobody waits for it
+    if (group.rank() == 0 && piece.first == 0) count_short_routes(args, terms);  // last: nothing waits for it
   }
 };
 

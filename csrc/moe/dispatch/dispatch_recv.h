@@ -6,7 +6,7 @@
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// The batch of site.peer is of another kind, so nothing of it is used. That peer finds the same of this rank's batch,
+// The batch of site.peer is of another kind, so none of it is used. That peer finds the same about this rank's batch,
 // but may have queued its combine already: refuse it.
 MOE_A2A_RARE void refuse_rows(const DispatchRecvArgs& args, WaitSite site, uint32_t theirs, uint64_t epoch) {
   using Kind = BatchHeader::Kind;
@@ -78,7 +78,7 @@ struct DispatchRecv {
 
  private:
   // Fills the warp's num_tokens [num_ranks] with the number of tokens that each rank has sent, by either wire. A rank
-  // that refused has sent none, and one with a batch of another kind none that are of use.
+  // that refused has sent none, and one with a batch of another kind none that can be used.
   MOE_A2A_DEVICE static bool receive_headers(const Args& args, const Warp& warp, int32_t* num_tokens, uint64_t epoch) {
     const Context& c = args.context;
     bool good = true;

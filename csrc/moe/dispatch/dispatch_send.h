@@ -232,7 +232,7 @@ struct DispatchSend {
     }
     return false;
   }
-  // Such a refusal belongs to no buffer; its text has a slot of its own, after those of the buffers.
+  // Such a refusal belongs to no buffer; its text has a separate slot, after those of the buffers.
   MOE_A2A_DEVICE static int text_slot(const Context& c) { return c.config.num_buffers; }
 
  private:

@@ -21,7 +21,7 @@ struct ProductCombineSend {
     return std::max<size_t>(BlockTile<T>::kSharedBytes, static_cast<size_t>(CombineSendStored::plan(args.send).bytes));
   }
 
-  // The first blocks multiply, since they start first and wait for no other before they have.
+  // The first blocks multiply: they start first, and wait for no other block until they have multiplied.
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const int num_multipliers = grid.size() - args.num_send_blocks;
     if (grid.rank() < num_multipliers) {

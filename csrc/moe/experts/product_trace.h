@@ -1,5 +1,5 @@
 // The trace of an ExpertParallel's products. They may run concurrently with its dispatches and combines, on another
-// stream, so they have segments of their own.
+// stream, so they have separate segments.
 #pragma once
 
 #include "comm/tracer.h"

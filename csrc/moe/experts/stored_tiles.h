@@ -19,7 +19,7 @@ struct StoredTiles {
     }
   }
 
-  // Needs no deadline: the product waits for nobody, so it completes. Returns the number of polls.
+  // Needs no deadline: the product waits for nothing, so it completes. Returns the number of polls.
   MOE_A2A_DEVICE uint32_t wait_for_row(int position) const {
     const uint32_t* stored = count + position;
     uint32_t polls = 1;

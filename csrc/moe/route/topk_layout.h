@@ -1,4 +1,4 @@
-// Where tokens will go, before any dispatch: counts by rank and expert, for libraries whose dispatch wants to be told.
+// Where tokens will go, before any dispatch: counts by rank and expert, for libraries whose dispatch takes them.
 #pragma once
 
 #include "comm/rank_set.h"
