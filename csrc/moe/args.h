@@ -147,6 +147,7 @@ struct CombineSendArgs {
   int64_t num_y_rows = 0;
   bool presummed = false;
   bool is_sent = false;     // by an earlier attempt: nothing is sent again; own sums, if kept, are in y
+  bool y_in_heap = false;   // as recv_x: once this returns the credit, peers may write there
   CreditNote note;          // of the credit that this returns
   bool vector_rows = true;  // y allows 16-byte vector loads
   // For packed sums: the row of y that holds each landed row's sum, [R * T]; null: the landed row's own.
@@ -158,7 +159,7 @@ struct CombineSendArgs {
   }
   // See combine/own_sums.h. Only rows of whole dwords: combine_recv reads them like rows that have travelled.
   MOE_A2A_HOST_DEVICE bool can_keep_own_sums() const {
-    return presummed && vector_rows && context.config.row_bytes(context.config.dtype) % 4 == 0;
+    return presummed && !y_in_heap && vector_rows && context.config.row_bytes(context.config.dtype) % 4 == 0;
   }
 };
 // Sums that travel to other ranks as whole rows are coded.

@@ -302,6 +302,7 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Co
           .y = input.y,
           .num_y_rows = input.num_y_rows,
           .presummed = input.presummed,
+          .y_in_heap = owns(input.y.data),
           .note = buffers_.credit_note(handle),
           .vector_rows = input.simulated ? allows_vectors(*input.simulated) : allows_vectors(input.y),
           .sum_index = input.sum_index};

@@ -140,6 +140,45 @@ TEST_P(LateRank, SendsNothingAfterItGaveUpWaitingForACredit) {
   });
 }
 
+// A rank's own sums may be in recv_x. There a peer's next dispatch on the same buffer, under another bound, may put its
+// rows as soon as it has all credits, before the late rank has added its sums.
+TEST_P(LateRank, AddsItsOwnSumsInReceivedRowsAfterAPeersNextDispatch) {
+  run(1, 20.0, [&](ExpertParallel& ep, Meeting& meeting) {
+    constexpr int kOwner = 1;  // its own row, the second one, is the peer's second row under the larger bound
+    const bool is_owner = ep.config().rank == kOwner;
+    const std::vector<float> x(is_owner ? kRowLength : 0, 1.0f), next(is_owner ? 0 : 2 * kRowLength, 99.0f);
+    const int32_t experts[] = {kOwner, kOwner};
+    DispatchInput input = input_of(x, experts);
+    input.num_max_tokens_per_rank = 1;
+    const auto first = ep.dispatch(input, Layout::kRows, 1, kPlace);
+    const Rows recv_x = {ep.region().row.at(0), ep.config().max_row_stride()};
+    const CombineInput sums{.y = recv_x, .num_y_rows = 2, .presummed = true};
+    std::vector<float> out(kRowLength);
+    BothCombineArgs<CombineSendArgs> both{ep.send_args(*first, sums), ep.recv_args(*first, out.data()), 1};
+    if (is_owner) {
+      both.recv.num_tokens = 0;  // late: so far it has only sent, and given its credit
+      ep.launch(both, 2, nullptr);
+    } else {
+      ep.combine(*first, sums, out.data(), kPlace);
+    }
+    meeting.wait();
+    std::shared_ptr<DispatchHandle> second;
+    if (!is_owner) second = ep.dispatch_send(input_of(next, experts), kPlace);
+    meeting.wait();
+    if (is_owner) {
+      both.send.is_sent = true;
+      both.recv.num_tokens = 1;
+      ep.launch(both, 2, nullptr);
+      ep.raise_reported();
+      EXPECT_EQ(out, x);
+      ep.finish_combine(*first);
+      second = ep.dispatch_send(input_of(next, experts), kPlace);
+    }
+    ep.dispatch_recv(*second, Layout::kRows, 1, kPlace);
+    ep.release(*second, kPlace);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(NumMaxLlTokens, LateRank, ::testing::Values(0, 2));
 
 }  // namespace
