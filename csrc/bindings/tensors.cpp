@@ -196,6 +196,8 @@ Rows checked_y(const ExpertParallel& ep, at::Device device, const DispatchHandle
     const int64_t shape[] = {config.num_local_experts, rows, config.hidden};
     check_shape(config, y, "y", shape, "pass y of the shape of expert_x");
     check_contiguous(config.rank, y, "y");
+    // Not by the stride of its rows: with one row per expert, a contiguous tensor may have any.
+    return {static_cast<const std::byte*>(y.const_data_ptr()), config.row_bytes(config.dtype)};
   } else {
     if (y.dim() != 2 || y.size(1) != config.hidden) {
       raise_value(

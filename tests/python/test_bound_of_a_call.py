@@ -173,3 +173,18 @@ def test_captured_graphs_of_several_bounds(session_seed):
             assert wrong.item() == 0, f"rank {ep.rank}: {wrong.item()} wrong values"
 
     on_device.run(2, program)
+
+
+def test_masked_y_of_one_row_per_expert_has_any_stride():
+    """A contiguous tensor may: PyTorch ignores the strides of dimensions of size 1."""
+
+    def program(ep):
+        x = torch.ones(1, ep.hidden, dtype=ep.dtype, device=ep.device)
+        topk_idx = torch.arange(ep.num_topk, device=ep.device)[None]
+        handle = on_device.dispatch(ep, x, topk_idx, layout="masked", num_max_tokens_per_rank=1)
+        outputs = torch.arange(1, ep.num_experts + 1, dtype=ep.dtype, device=ep.device)
+        y = outputs[None, :, None].repeat(1, 1, ep.hidden).transpose(0, 1)
+        assert y.is_contiguous() and y.stride(1) != ep.hidden
+        assert (ep.combine(y, handle) == outputs[: ep.num_topk].sum()).all()
+
+    run(program, num_ranks=1, **SIZES)
