@@ -34,7 +34,7 @@ def add_how(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--iterations", type=integer(1, MAX_ITERATIONS), default=30, help="timed iterations (default: 30)")
     how.add_argument("--warm-up", type=integer(0, MAX_ITERATIONS), default=5, help="warm-up iterations (default: 5)")
     how.add_argument("--flush", action="store_true", help="flush the cache before each step by writing 256 MiB")
-    how.add_argument("--seed", type=integer(0), default=1, help="seed of routing and data (default: 1)")
+    how.add_argument("--seed", type=integer(0), default=1, help="seed of the inputs (default: 1)")
     how.add_argument("--timeout", type=seconds, default=1200, help="seconds that the ranks may take (default: 1200)")
 
 

@@ -60,9 +60,12 @@ def _run(options: argparse.Namespace, out: popcorn.Popcorn) -> int:
     submission = shared.submission_path(contest.problem, options.submission)
     out.count(options.mode, len(contest.cases_of(options.mode)))
 
+    printed = set[str]()  # details: a file that cannot be imported fails alike in every case
+
     def on_case(number: int, result: CaseResult) -> None:
         out.case(options.mode, number, result)
-        print(f"{result.case.label:<32} {line_of(result)}", flush=True)
+        print(f"{result.case.label:<32} {line_of(result, result.details not in printed)}", flush=True)
+        printed.add(result.details)
 
     if options.mode == "profile":
         with contest.ranks_of(submission) as ranks:
@@ -88,10 +91,11 @@ def check_cases(contest: Contest, mode: str) -> None:
             raise CaseFileError(f"{case.spec}: {error}") from None
 
 
-def line_of(result: CaseResult) -> str:
+def line_of(result: CaseResult, with_details: bool = True) -> str:
     """A case's line in the terminal."""
     if not result.passed:
-        return "\n".join([f"{result.verdict}: {result.message}", *_shown(result.details)])
+        details = _shown(result.details) if with_details else []
+        return "\n".join([f"{result.verdict}: {result.message}", *details])
     if result.summary:
         return f"{result.trace_file}\n{result.summary}"
     if result.nanoseconds:

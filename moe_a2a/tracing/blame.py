@@ -33,8 +33,8 @@ def culprit(timeline: Timeline, cause: np.ndarray, work: ExpertsWork) -> str:
     blamed = int(by_peer.argmax())
     if not _is_alone(by_peer, blamed):
         return _hot_expert_of_late_rank(timeline, cause, waits, work) or (
-            f"No single culprit: waits are {_percent(share, 1)} of the time in launches, most of "
-            f"them, {_percent(by_peer[blamed], by_peer.sum())}, for rank {blamed}."
+            f"No single culprit: waits are {_percent(share, 1)} of the time in launches, and "
+            f"{_percent(by_peer[blamed], by_peer.sum())} of them, the largest part, are for rank {blamed}."
         )
     of_blamed = waits & (slices["peer"] == blamed)
     before, after = _parts(timeline, cause, of_blamed, waited)

@@ -232,7 +232,9 @@ def trace(of: Client, records_per_segment: int | None = None) -> Trace:
             stage; a wait takes one.
     """
     if not isinstance(of, Client):
-        raise TypeError(f"of is a {type(of).__name__}; pass an ExpertParallel, Collectives or a Communicator")
+        raise TypeError(
+            f"of={arguments.shown(of)} is a {type(of).__name__}; pass an ExpertParallel, Collectives or a Communicator"
+        )
     try:
         return _checked_trace(of, records_per_segment)
     except (TypeError, ValueError):

@@ -256,3 +256,14 @@ def test_bad_options_are_refused_before_anything_starts(leaderboard, tmp_path):
     ]:
         code, text, _ = leaderboard(*arguments)
         assert code == 2 and words in text, text
+
+
+def test_a_file_that_is_no_submission_says_why_once(leaderboard, tmp_path):
+    (tmp_path / "submission.py").write_text("kernel = None\n")
+    (tmp_path / "cases.txt").write_text(f"{TINY}\n{TINY}\n")
+    code, text, _ = leaderboard(
+        "run", "all2all", tmp_path / "submission.py", "--ranks", 2, "--cases", tmp_path / "cases.txt"
+    )
+    why = r"raised: rank \d raised SubmissionError: submission\.py has no function custom_kernel\(data\)"
+    assert code == 112 and len(re.findall(why, text)) == 2, text
+    assert text.count("Traceback") == 2, "each rank's, of the first case"

@@ -140,5 +140,5 @@ def test_all_clients_of_a_communicator():
 
 
 def test_what_is_no_client_is_refused():
-    with pytest.raises(TypeError, match="of is a int; pass an ExpertParallel, Collectives or a Communicator"):
+    with pytest.raises(TypeError, match="of=3 is a int; pass an ExpertParallel, Collectives or a Communicator"):
         moe_a2a.trace(3)

@@ -41,8 +41,16 @@ def _make(
         )
     from moe_a2a.integrations.vllm import prepare_finalize
 
+    _say_that_it_is_used()
     most, is_eager = config.scheduler_config.max_num_batched_tokens, config.model_config.enforce_eager
     return prepare_finalize.make(num_dispatchers, most, _ranks_differ(config.parallel_config), is_eager)
+
+
+@functools.cache
+def _say_that_it_is_used() -> None:
+    logging.getLogger("vllm.moe_a2a").info(
+        "MOE_A2A_VLLM: MoE layers dispatch and combine through moe_a2a"
+    )  # vLLM shows its own
 
 
 def _ranks_differ(parallel: Any) -> bool:
