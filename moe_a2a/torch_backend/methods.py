@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from moe_a2a.torch_backend.untraced import untraced
+from moe_a2a.untraced import untraced
 from moe_a2a.torch_backend.work import Work
 
 _c10d: Any = torch._C._distributed_c10d
 
 
-def tracked(call: Callable[..., Any]) -> untraced:
+def tracked(call: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates an untraced method whose first argument is what it writes: wait_tensor() of that waits for the call under
     allow_inflight_collective_as_graph_input_ctx(), as in PyTorch's own groups."""
 

@@ -33,7 +33,7 @@ from moe_a2a.torch_backend.tensors import (
     reduce_scatter_list,
     takes,
 )
-from moe_a2a.torch_backend.untraced import untraced
+from moe_a2a.untraced import untraced
 from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, work_done
 from moe_a2a.two_level.collectives import TwoLevelCollectives
 

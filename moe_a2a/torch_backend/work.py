@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_a2a.torch_backend.untraced import untraced
+from moe_a2a.untraced import untraced
 
 _TorchWork: Any = dist.Work  # its stubs are incomplete
 _c10d: Any = torch._C._distributed_c10d

@@ -25,6 +25,7 @@ from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.groups import as_group
 from moe_a2a.tables.collective_tables import KINDS
 from moe_a2a.two_level.rail import Rail, constructor_refuses_wrong_arguments
+from moe_a2a.untraced import untraced
 
 # Multiprocessors that our kernels leave to the kernels of `between`. Both wait for other ranks, so neither may keep the
 # other's blocks from running.
@@ -145,6 +146,7 @@ class TwoLevelCollectives(OnePerRank):
 
     # ---- the collectives
 
+    @untraced
     @_refuses_wrong_arguments
     def all_reduce(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See Collectives.all_reduce()."""
@@ -173,6 +175,7 @@ class TwoLevelCollectives(OnePerRank):
         )
         return out
 
+    @untraced
     @_refuses_wrong_arguments
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum", *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See Collectives.reduce_scatter(); every rank gets equally many rows. A slice is one node's part."""
@@ -193,6 +196,7 @@ class TwoLevelCollectives(OnePerRank):
             target.div_(self.num_ranks)
         return out
 
+    @untraced
     @_refuses_wrong_arguments
     def all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """See Collectives.all_gather(); every rank contributes equally many rows. A slice is one node's part."""

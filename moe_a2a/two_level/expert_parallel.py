@@ -28,6 +28,7 @@ from moe_a2a.two_level.expert_calls import ExpertCalls
 from moe_a2a.two_level.handle import TwoLevelHandle
 from moe_a2a.two_level.passage import Passage, RailFormat, Sent
 from moe_a2a.two_level.rail import Rail, constructor_refuses_wrong_arguments
+from moe_a2a.untraced import untraced
 
 OPTIONS_OF_NODE = ("num_buffers", "num_blocks", "num_max_ll_tokens", "launch_table")
 MEETING_NBYTES = 1 << 12  # workspace of the collectives by which a node's ranks agree on the arguments
@@ -153,6 +154,7 @@ class TwoLevelExpertParallel(OnePerRank):
 
     # ---- the calls of a layer
 
+    @untraced
     @calls.refuses_wrong_arguments(calls.dispatch_refused_if_failed)
     def dispatch(
         self,
@@ -186,6 +188,7 @@ class TwoLevelExpertParallel(OnePerRank):
                 passage, lambda: TwoLevelHandle(self, self.local.dispatch(**batch, **how), *about)
             )
 
+    @untraced
     @_refuses_wrong_arguments
     def combine(
         self,
@@ -205,6 +208,7 @@ class TwoLevelExpertParallel(OnePerRank):
         how: dict[str, Any] = {"presummed": presummed, "wire": wire, "num_blocks": num_blocks}
         return self._combined(handle, out, lambda: self.local.combine(y, handle, **how))
 
+    @untraced
     @_refuses_wrong_arguments
     def experts(
         self,

@@ -18,6 +18,7 @@ from moe_a2a import arguments, calls
 from moe_a2a.token_dispatcher import Routes, TokenDispatcher
 from moe_a2a.two_level.expert_parallel import TwoLevelExpertParallel
 from moe_a2a.two_level.passage import Passage, Sent
+from moe_a2a.untraced import untraced
 
 
 class _Crossing:
@@ -84,6 +85,7 @@ class TwoLevelTokenDispatcher:
         # Requires grad, so that dispatch() is always recorded.
         self._anchor = torch.empty(0, dtype=torch.float32, device=ep.device, requires_grad=True)
 
+    @untraced
     @calls.makes_a_dispatch
     def dispatch(
         self,
@@ -118,6 +120,7 @@ class TwoLevelTokenDispatcher:
             routes = ep._calls.on_every_node(crossing.passage, within)
             return arrived[0], routes
 
+    @untraced
     @calls.refuses_wrong_arguments(
         lambda dispatcher: dispatcher.ep._combine_refused_if_failed(dispatcher._within._newest_refused_if_failed())
     )

@@ -5,15 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
-class untraced:  # noqa: N801 (a decorator)
-    """Decorates a method that Dynamo must not trace. Where torch.compile() breaks a graph, as in DDP's forward pass, Dynamo compiles
-    every Python function that is called, the methods of a process group and of its works too. It cannot compile a group's, and
-    crashed in those of works on streams.
+def untraced(call: Call) -> Call:
+    """Decorates a method that Dynamo must not trace. Where torch.compile() breaks a graph, as in DDP's forward pass, Dynamo
+    compiles every Python function that is called, the methods of a process group and of its works too. It cannot compile a
+    group's, and crashed in those of works on streams."""
+    return _Untraced(call)  # type: ignore[return-value]
 
-    A descriptor, since a wrapper function would itself be traced. It does not import Dynamo, which takes seconds: until somebody
+
+class _Untraced:
+    """A descriptor, since a wrapper function would itself be traced. It does not import Dynamo, which takes seconds: until somebody
     else does, nothing is compiled."""
 
     def __init__(self, call: Callable[..., Any]):
