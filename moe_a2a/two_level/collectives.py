@@ -193,7 +193,8 @@ class TwoLevelCollectives(OnePerRank):
             lambda node, share: self._rail.reduce(share, _op_of_sums(op), node),
         )
         if op == "avg":
-            target.div_(self.num_ranks)
+            with torch.inference_mode():  # out may be a tensor of that mode
+                target.div_(self.num_ranks)
         return out
 
     @untraced

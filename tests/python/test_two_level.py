@@ -110,6 +110,20 @@ def test_a_nan_on_any_rank_gives_nan(split):
     run(split, nan_program)
 
 
+def inference_program(world, num_nodes: int, num_local: int) -> None:
+    """Regression: an average into a tensor that was made in inference mode failed outside of it, after the exchange."""
+    with TwoLevelCollectives(*groups(num_nodes, num_local), slice_nbytes=SLICE, timeout=20) as two:
+        with torch.inference_mode():
+            out = torch.empty(3, device=two.device)
+        x = torch.arange(3.0 * world.size(), device=two.device)
+        assert two.reduce_scatter(x, "avg", out=out) is out
+        assert torch.equal(out, x[3 * two.rank : 3 * two.rank + 3])
+
+
+def test_an_average_into_a_tensor_of_inference_mode():
+    run((2, 1), inference_program)
+
+
 class Recorded:
     """A rail that records when its exchanges are queued and waited for."""
 
