@@ -74,6 +74,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         self._group_store, self._timeout = store, timeout
         self._store = dist.PrefixStore("collectives", store)
         self._made: dict[torch.device, Collectives | TwoLevelCollectives] = {}
+        self._is_shut_down = False
         self._streams: dict[torch.device, Any] = {}
         self._nccl_device: torch.device | None = None  # of the last large call
         self._lock = threading.Lock()
@@ -89,6 +90,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
     def shutdown(self) -> None:
         self._thread.close()
+        self._is_shut_down = True
         made, self._made = self._made, {}
         for coll in made.values():
             coll.close()
@@ -335,6 +337,8 @@ class MoeA2aProcessGroup(_ProcessGroup):
         made = self._made.get(device)
         if made is None:
             with self._lock:
+                if self._is_shut_down:  # the store still has what the ranks posted for those that are closed
+                    raise RuntimeError(f"rank {self._rank}: this process group has been destroyed; make a new one")
                 made = self._made.get(device) or self._made.setdefault(device, self._make(device))
         return made
 

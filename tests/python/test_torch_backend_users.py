@@ -195,6 +195,29 @@ def test_store_and_split():
     run_on_backend(2, split_program)
 
 
+def after_destroy_program(world) -> None:
+    """A call of a group that was destroyed made Collectives anew, from what the ranks had posted for the first: "rank 0 cannot map
+    the memory of rank 1", or with luck memory that nobody frees."""
+    group, small = new_group(), torch.nn.Linear(2, 2).to(DEVICE)
+    model, x = DistributedDataParallel(small, process_group=group), full(4, 1.0)
+    model(full(2, 1.0)).sum().backward()
+    dist.destroy_process_group(group)
+    for call in (
+        lambda: model(full(2, 1.0)).sum().backward(),
+        lambda: group.allreduce([x]).wait(),
+        lambda: group.barrier().wait(),
+    ):
+        with pytest.raises(RuntimeError, match=f"rank {world.rank()}: this process group has been destroyed; make"):
+            call()
+    group.shutdown()  # again
+    dist.barrier()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_calls_after_the_group_was_destroyed(num_ranks):
+    run_processes(num_ranks, after_destroy_program)
+
+
 def without_kernels_program(report) -> None:
     """A build for GPUs alone has no kernels for CPU tensors, on which barrier() meets before the group has used a GPU."""
     process_group.has_kernels = tensors.has_kernels = lambda device: False
