@@ -301,7 +301,7 @@ class TwoLevelCollectives(OnePerRank):
                 if tensor.layout != torch.strided or not tensor.is_contiguous():
                     raise ValueError(f"{name} is not contiguous on rank {self.rank}; pass {name}.contiguous()")
             self._check_overlap(kind, x, out)
-        return out, x.view(-1), out.view(-1)
+            return out, x.view(-1), out.view(-1)
 
     def _checked_out(self, kind: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         shape = list(x.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -161,6 +162,14 @@ class Rail:
         """The `words` of every rank of the rail, in node order; at most 8 and one for each node."""
         if self.num_nodes == 1:
             return [words]
+        if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+            # A tensor made in this thread may have no memory, as under FakeTensorMode: the exchange would fail, or not take place,
+            # and leave the nodes out of step.
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(self._gathered_words, words).result()
+        return self._gathered_words(words)
+
+    def _gathered_words(self, words: list[int]) -> list[list[int]]:
         # The same length in every call: gloo ends a process that receives more bytes than it expects.
         own = torch.zeros(8 + self.num_nodes, dtype=torch.int64, device="cpu")
         own[: len(words)] = torch.tensor(words, device="cpu")
