@@ -59,7 +59,8 @@ def fill(coll: Any, out: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> N
     elements = flattened(coll, out)
     call(elements)
     if not out.is_contiguous():
-        out.copy_(elements.view(out.shape))
+        with torch.inference_mode():  # out may be a tensor of that mode
+            out.copy_(elements.view(out.shape))
 
 
 def gather(coll: Any, output: torch.Tensor, x: torch.Tensor) -> None:
@@ -71,7 +72,8 @@ def gather_to_list(coll: Any, parts: list[torch.Tensor], x: torch.Tensor) -> Non
         _check_list(coll, "tensor_list", parts, "tensor", x)
         row, rows = flat(x).view(1, -1), parts[0].new_empty(len(parts), x.numel())
     gathered = coll.all_gather(row, out=rows)
-    torch._foreach_copy_(parts, [values.view(part.shape) for part, values in zip(parts, gathered, strict=True)])
+    with torch.inference_mode():  # so may parts
+        torch._foreach_copy_(parts, [values.view(part.shape) for part, values in zip(parts, gathered, strict=True)])
 
 
 def reduce_scatter_list(coll: Any, output: torch.Tensor, parts: list[torch.Tensor], op: str) -> None:

@@ -132,6 +132,28 @@ def test_forms_and_modes_of_calls():
     run_processes(2, modes_program)
 
 
+def inference_tensors_program(gloo) -> None:
+    """Outside of inference mode PyTorch refuses to copy into a tensor that was made in it, so calls raised that copy their results:
+    to tensors with gaps, which only some ranks may have, and to lists. All others take such tensors."""
+    ours = new_group()
+    for async_op in (False, True):
+        with torch.inference_mode():
+            y, parts = full(6, 1).view(2, 3).t(), [full(2, 0) for _ in range(2)]
+            y = y if ours.rank() == 1 else y.contiguous()
+        works = (
+            dist.all_reduce(y, group=ours, async_op=async_op),
+            dist.all_gather(parts, full(2, 1), group=ours, async_op=async_op),
+        )
+        for work in works if async_op else ():
+            work.wait()
+        assert (y == 2).all() and all(torch.equal(part, full(2, 1)) for part in parts)
+    dist.destroy_process_group(ours)
+
+
+def test_tensors_of_inference_mode():
+    run_processes(2, inference_tensors_program)
+
+
 class TwoBranches(torch.nn.Module):
     def __init__(self):
         super().__init__()
