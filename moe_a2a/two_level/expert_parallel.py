@@ -332,7 +332,10 @@ class TwoLevelExpertParallel(OnePerRank):
         assert sums is not None
         with torch.no_grad():
             combined = self._returned(handle._passage, sums)
-            return combined if out is None else out.copy_(combined)
+        if out is None:
+            return combined
+        with torch.inference_mode():  # out may be a tensor of that mode
+            return out.copy_(combined)
 
     def _returned(self, passage: Passage, sums: torch.Tensor) -> torch.Tensor:
         """The sums of this rank's tokens over all nodes; `sums`: one for each row that a dispatch received along the rail."""

@@ -184,4 +184,21 @@ def test_layer_equals_the_reference(session_seed):
     run((2, 1) if on_device.IS_GPU else (2, 2), layer_program, session_seed)
 
 
+def inference_program(world, num_nodes, num_local):
+    """Regression: a combine into a tensor that was made in inference mode failed outside of it, after the exchange."""
+    with TwoLevelExpertParallel(*groups(num_nodes, num_local), **sizes(world, dtype=torch.float32)) as two:
+        x, topk_idx, topk_weights = batch(torch.Generator().manual_seed(world.rank()), T, two.num_experts)
+        with torch.inference_mode():
+            out = torch.empty_like(x)
+        expected, got = (
+            two.combine(scaled_rows(handle, 4 * two.rank), handle, **how)
+            for handle, how in ((two.dispatch(x, topk_idx, topk_weights), how) for how in ({}, {"out": out}))
+        )
+        assert got is out and torch.equal(out, expected)
+
+
+def test_a_combine_into_a_tensor_of_inference_mode():
+    run((2, 1), inference_program)
+
+
 # ---- failures
