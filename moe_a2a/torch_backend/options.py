@@ -34,6 +34,8 @@ class Options:
     staging_nbytes: int | None = None
     nccl_nbytes: int | None = None
 
+    _timeout = None  # not a field: DeviceMesh reads it. None: the default of torch.distributed
+
     def settled(self, rank: int) -> Settled:
         """The options with None replaced, checked."""
         return Settled(**{field.name: self._settled(rank, field.name) for field in fields(self)})

@@ -143,6 +143,29 @@ def test_options_and_the_environment(monkeypatch):
         monkeypatch.delenv(variable)
 
 
+def mesh_program(gloo) -> None:
+    """A DeviceMesh reads the timeout of the options that it gets for a dimension: an AttributeError."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def outer(options):
+        override = {"outer": ("moe_a2a", options), "inner": "moe_a2a"}  # each call empties it
+        names = ("outer", "inner")
+        return init_device_mesh(DEVICE, (2, 1), mesh_dim_names=names, backend_override=override)["outer"].get_group()
+
+    options = Options(max_nbytes=1 << 12)
+    group = outer(options)
+    assert group._options.max_nbytes == 1 << 12
+    x = full(3000, 1)
+    dist.all_reduce(x, group=group)
+    assert torch.equal(x, full(3000, 2))
+    options._timeout = TIMEOUT  # as users set that of NCCL's options
+    assert outer(options)._seconds == TIMEOUT.total_seconds()
+
+
+def test_options_of_a_dimension_of_a_mesh():
+    run_processes(2, mesh_program)
+
+
 @on_device.cpu_only
 def test_registering_twice_changes_nothing():
     from moe_a2a import torch_backend
