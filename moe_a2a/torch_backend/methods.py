@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from moe_a2a.untraced import untraced
 from moe_a2a.torch_backend.work import Work
+from moe_a2a.untraced import untraced
 
 _c10d: Any = torch._C._distributed_c10d
 

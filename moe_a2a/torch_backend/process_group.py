@@ -33,9 +33,9 @@ from moe_a2a.torch_backend.tensors import (
     reduce_scatter_list,
     takes,
 )
-from moe_a2a.untraced import untraced
 from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, work_done
 from moe_a2a.two_level.collectives import TwoLevelCollectives
+from moe_a2a.untraced import untraced
 
 NAME = "moe_a2a"
 _c10d: Any = torch._C._distributed_c10d  # torch.distributed lacks some options before 2.12
