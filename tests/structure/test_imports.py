@@ -57,6 +57,7 @@ LAYERS = {
         "row_routes",
         "set_up",
         "tables",
+        "untraced",
     ],
     "extension": ["_core", "_build_info"],
 }
