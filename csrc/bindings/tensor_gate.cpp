@@ -142,6 +142,10 @@ void check_contiguous(int rank, const at::Tensor& tensor, const char* name) {
 }
 
 void check_no_grad(int rank, const at::Tensor& tensor, const char* name, const char* trained_by) {
+  if (tensor._fw_grad(/*level=*/0).defined()) {
+    raise_value(rank, std::string(name) + " has a tangent (forward-mode AD), which this call would not propagate",
+                std::string("pass torch.autograd.forward_ad.unpack_dual(") + name + ").primal");
+  }
   if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return;
   const std::string training = trained_by == nullptr ? "" : std::string("train with ") + trained_by + ", ";
   raise_value(rank, std::string(name) + " requires grad, which this call would not record",

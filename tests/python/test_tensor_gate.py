@@ -12,6 +12,7 @@ import torch
 from fuzz_calls import freed
 from small_calls import expected_output, experts, good_call, make_inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import moe_a2a
 from moe_a2a.experts import simulated_layer
@@ -237,6 +238,33 @@ def test_out_that_requires_grad():
             with torch.no_grad():
                 ep.combine(experts(handle), handle, out=out)
             assert torch.equal(out, expected_output(ep, 7))
+
+    on_device.run(1, program)
+
+
+def test_tangents():
+    """Of forward-mode AD; they were lost without a word."""
+
+    def program(group):
+        with moe_a2a.ExpertParallel(group, **CONFIG) as ep, moe_a2a.Collectives(group) as coll, forward_ad.dual_level():
+
+            def with_tangent(x):
+                return forward_ad.make_dual(x, torch.ones_like(x))
+
+            x, topk_idx, topk_weights = make_inputs(ep, 7)
+            handle = ep.dispatch(x, topk_idx, topk_weights)
+            y, out, ones = experts(handle), torch.empty(5, ep.hidden, device=ep.device), torch.ones(3, device=ep.device)
+            for name, call in {
+                "x": lambda: coll.all_reduce(with_tangent(ones)),
+                "out": lambda: coll.all_reduce(ones, out=with_tangent(ones)),
+                "topk_weights": lambda: ep.dispatch(x, topk_idx, with_tangent(topk_weights)),
+                "y": lambda: ep.combine(with_tangent(y), handle),
+            }.items():
+                with pytest.raises(ValueError, match=f"{name} has a tangent .* on rank 0; pass .*unpack_dual"):
+                    call()
+            assert torch.equal(ep.combine(y, handle, out=out), expected_output(ep, 7))
+            primal = forward_ad.unpack_dual(with_tangent(ones)).primal
+            assert torch.equal(coll.all_reduce(primal), ones)
 
     on_device.run(1, program)
 
