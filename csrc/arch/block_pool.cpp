@@ -12,6 +12,12 @@
 namespace moe_a2a {
 
 struct BlockPool::State {
+  // True during its lifetime.
+  struct Running {
+    explicit Running(bool& flag) : flag(flag) { flag = true; }
+    ~Running() { flag = false; }
+    bool& flag;
+  };
   ~State();
   void grow(int num_blocks, size_t shared_bytes);
   void add_thread(int num_blocks);
@@ -29,6 +35,7 @@ struct BlockPool::State {
   int num_blocks = 0, num_running = 0;
   unsigned long launch = 0;
   bool stop = false;
+  bool is_running = false;  // for the launching thread
 };
 
 BlockPool::BlockPool() : state_(new State) {}
@@ -74,6 +81,8 @@ void BlockPool::State::add_thread(int num_blocks) {
 }
 
 void BlockPool::State::run(int blocks, size_t shared_bytes, BlockFunction block_function, const void* block_job) {
+  if (is_running) throw std::runtime_error("a signal handler made a call in the middle of another on the same threads");
+  const Running running(is_running);
   const Interrupt::Scope scope(interrupt, true);
   if (blocks == 1) {  // no thread to wake: the usual case when ranks outnumber cores
     grow(1, shared_bytes);

@@ -1,6 +1,7 @@
 #include "bindings/experts.h"
 
 #include "bindings/grouped_gemm.h"
+#include "bindings/signals.h"
 #include "bindings/tensor_gate.h"
 
 namespace moe_a2a::bindings {
@@ -34,6 +35,7 @@ at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle,
     {
       py::gil_scoped_release unlocked;
       ep.run_product(products, first.args);
+      raise_signal_error();
     }
     return multiply_and_combine(ep, handle, operands, type, options.out, place);
   }
@@ -44,6 +46,7 @@ at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle,
   py::gil_scoped_release unlocked;
   ep.run_product(products, first.args);
   ep.run_product(products, second.args);
+  raise_signal_error();  // the peers' combine is refused, and may be repeated
   ep.combine(handle, {y, second.out.size(0), false, options.codec}, combined_x.mutable_data_ptr(), place);
   return combined_x;
 }

@@ -10,6 +10,7 @@
 #include "bindings/clients.h"
 #include "bindings/config.h"
 #include "bindings/grouped_gemm_arguments.h"
+#include "bindings/signals.h"
 #include "bindings/tensors.h"
 
 namespace moe_a2a::bindings {
@@ -95,6 +96,7 @@ std::pair<at::Tensor, std::optional<at::Tensor>> grouped_gemm(
   } else {
     run_grouped_gemm(where, product.args);
   }
+  raise_signal_error();
   return {product.out, product.out_scales};
 }
 

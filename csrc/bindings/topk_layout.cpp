@@ -4,6 +4,7 @@
 #include <tuple>
 
 #include "bindings/clients.h"
+#include "bindings/signals.h"
 #include "bindings/tensor_gate.h"
 #include "moe/route/run_topk_layout.h"
 
@@ -30,6 +31,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk_layout(const at::Tensor& top
   void* const stream = current_stream(here.device);
   py::gil_scoped_release unlocked;
   run_topk_layout(target, here.device.is_cpu() ? 0 : here.device.index(), args, stream);
+  raise_signal_error();
   return {counts.narrow(0, 0, num_ranks), counts.narrow(0, num_ranks, num_experts), in_rank};
 }
 

@@ -5,6 +5,7 @@ A host wait that does not check Python's signals goes on until the deadline, 30 
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -181,3 +182,34 @@ def interrupt_while_another_thread_is_in_a_call(group):
 @on_device.cpu_only
 def test_an_interrupt_while_waiting_for_a_turn():
     ranks.run_processes(2, interrupt_while_another_thread_is_in_a_call, timeout=30)
+
+
+MULTIPLY_UNTIL_A_SIGNAL = """
+import signal, time, torch, moe_a2a
+x, w = torch.ones(256, 1 << 19, dtype=torch.bfloat16), torch.ones(1, 48, 1 << 19, dtype=torch.bfloat16)
+offsets = torch.tensor([0, 256], dtype=torch.int32)
+calls, raised = [], 0
+def handler(*_):
+    calls.append(0)
+    raise ValueError
+signal.signal(signal.SIGALRM, handler)
+start = time.monotonic()
+moe_a2a.grouped_gemm(x, None, offsets, w, num_blocks=3)
+seconds = time.monotonic() - start
+for _ in range(10):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.7 * seconds)
+        moe_a2a.grouped_gemm(x, None, offsets, w, num_blocks=3)
+    except ValueError:
+        raised += 1
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except ValueError:
+        raised += 1
+assert raised == len(calls), (raised, len(calls))
+"""
+
+
+def test_a_product_keeps_no_signal_to_itself():
+    """The thread that launches it may wait for the other blocks, and then runs the handlers of signals."""
+    subprocess.run([sys.executable, "-c", MULTIPLY_UNTIL_A_SIGNAL], check=True, timeout=120)
