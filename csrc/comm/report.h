@@ -61,7 +61,7 @@ struct Report {
   int32_t buffer = -1;                     // kRefused: the buffer of the refused call
   uint32_t refusal_count = 0;              // kRefused: the payload, or what the client wants to know about the call
   uint64_t expected_epoch = 0;
-  uint64_t seen_epoch = 0;
+  uint64_t seen_epoch = 0;  // kRefused, of a wait with a Refusal: its `call`
   double elapsed_seconds = 0;
   RefusalText refusal;  // kRefused: what the peer said
 };

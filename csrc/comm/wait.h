@@ -24,6 +24,7 @@ struct Refusal {
   const Signal* signal = nullptr;
   uint32_t attempt = 1;     // the caller's
   uint32_t num_strays = 0;  // strays of the awaited rank that the caller knows of
+  uint64_t call = 0;        // which call of the caller's this is, for the report
 
   MOE_A2A_HOST_DEVICE bool is_news(uint32_t payload) const {
     return payload == RefusalCount::kFinal || RefusalCount::attempt_of(payload) >= attempt ||
@@ -115,11 +116,11 @@ MOE_A2A_DEVICE bool may_wait_on(const WaitPolicy& policy, const HeapView& heap, 
 
 // Whether the awaited rank has refused its part of this epoch. Pairs with the release in signal_many().
 MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, const WaitSite& site, uint64_t start,
-                               uint64_t epoch, uint64_t seen_word, const Refusal& refusal) {
+                               uint64_t epoch, const Refusal& refusal) {
   if (refusal.signal == nullptr) return false;
   const uint64_t refused = atomic_load<Order::kAcquire, Scope::kSystem>(&refusal.signal->word);
   if (Signal::epoch_of(refused) != epoch || !refusal.is_news(Signal::payload_of(refused))) return false;
-  write_report(policy, heap, site, Reason::kRefused, Signal::payload_of(refused), epoch, seen_word,
+  write_report(policy, heap, site, Reason::kRefused, Signal::payload_of(refused), epoch, Signal::pack(refusal.call, 0),
                clock_now() - start);
   return true;
 }
@@ -127,7 +128,7 @@ MOE_A2A_DEVICE bool is_refused(const WaitPolicy& policy, const HeapView& heap, c
 // A wait's periodic check: refusal, interrupt, poison, deadline. False if it must give up. Cold path, kept out of line.
 MOE_A2A_RARE bool look_around(const WaitPolicy& policy, const HeapView& heap, WaitSite site, uint64_t start,
                               uint64_t epoch, uint64_t seen_word, Refusal refusal) {
-  return !is_refused(policy, heap, site, start, epoch, seen_word, refusal) &&
+  return !is_refused(policy, heap, site, start, epoch, refusal) &&
          may_wait_on(policy, heap, site, start, epoch, seen_word);
 }
 

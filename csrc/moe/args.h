@@ -175,13 +175,14 @@ struct CombineRecvArgs {
   Context context;
   int buffer = 0;
   int num_tokens = 0;
+  uint64_t number = 0;  // of the dispatch, for the report of a refusal; 0: in a captured graph
   uint32_t attempt = 1;
   SeenStrays seen;
   std::byte* combined_x = nullptr;  // [num_tokens, hidden]
   bool vector_rows = true;
 
   MOE_A2A_HOST_DEVICE Refusal refusal_of(int rank) const {
-    return {context.region.combine_refusal.at(buffer, rank), attempt, seen.of_rank[rank]};
+    return {context.region.combine_refusal.at(buffer, rank), attempt, seen.of_rank[rank], number};
   }
 };
 

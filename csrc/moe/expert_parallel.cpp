@@ -308,11 +308,13 @@ CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const Co
           .sum_index = input.sum_index};
 }
 
-CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x) const {
+CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* combined_x,
+                                          const LaunchPlace& place) const {
   const Rows rows = {static_cast<std::byte*>(combined_x), config().row_bytes(config().dtype)};
   return {.context = context_of(handle),
           .buffer = handle.buffer,
           .num_tokens = handle.num_tokens,
+          .number = device_->is_capturing(place.stream) ? 0 : handle.number.number,
           .attempt = handle.attempt,
           .seen = handle.seen,
           .combined_x = static_cast<std::byte*>(combined_x),
@@ -343,7 +345,7 @@ void ExpertParallel::combine_recv(DispatchHandle& handle, void* combined_x, cons
   }
   const int num_blocks = combine_blocks(handle.num_tokens, place);
   buffers_.expect_refusal(handle.buffer);
-  launch(recv_args(handle, combined_x), num_blocks, place.stream);
+  launch(recv_args(handle, combined_x, place), num_blocks, place.stream);
   try {
     after_launch();
   } catch (const PeerRefused& refused) {
@@ -382,7 +384,7 @@ void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, 
   send.is_sent = handle.stage == Stage::kCombineSent;
   keep_own_sums(handle, send);
   buffers_.expect_refusal(handle.buffer);
-  const CombineRecvArgs recv = recv_args(handle, combined_x);
+  const CombineRecvArgs recv = recv_args(handle, combined_x, place);
   const int num_senders = input.codec != LineCodec::kNone
                               ? coded_combine_senders(num_blocks)
                               : combine_senders(num_blocks, input.presummed, config().num_ranks);

@@ -160,7 +160,7 @@ class ExpertParallel : public Client {
   DispatchSendArgs send_args(const DispatchInput& input, const DispatchHandle& handle, DispatchNumber number) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
   DispatchRecvArgs recv_args(const DispatchHandle& handle, uint64_t number) const;
-  CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x) const;
+  CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x, const LaunchPlace& place) const;
   void keep_own_sums(DispatchHandle& handle, const CombineSendArgs& send);
   void finish_combine(DispatchHandle& handle);
   void send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place);

@@ -16,6 +16,7 @@ struct LlSum {
   const Array<Signal, 2>& refusals;  // [B, R src]
   uint32_t attempt;
   const SeenStrays& seen;
+  uint64_t call;                         // see Refusal
   int first_word;                        // first word of the piece in its row
   const std::byte* own_piece = nullptr;  // this rank's own summand, if kept
 
@@ -89,7 +90,7 @@ struct LlSum {
         }
         if (!here) {  // the report names the last missing rank
           missing.peer = rank;
-          refused = {refusals.at(exchange.buffer, rank), attempt, this->seen.of_rank[rank]};
+          refused = {refusals.at(exchange.buffer, rank), attempt, this->seen.of_rank[rank], call};
         }
         all &= here;
       });

@@ -154,7 +154,7 @@ TEST_P(LateRank, AddsItsOwnSumsInReceivedRowsAfterAPeersNextDispatch) {
     const Rows recv_x = {ep.region().row.at(0), ep.config().max_row_stride()};
     const CombineInput sums{.y = recv_x, .num_y_rows = 2, .presummed = true};
     std::vector<float> out(kRowLength);
-    BothCombineArgs<CombineSendArgs> both{ep.send_args(*first, sums), ep.recv_args(*first, out.data()), 1};
+    BothCombineArgs<CombineSendArgs> both{ep.send_args(*first, sums), ep.recv_args(*first, out.data(), kPlace), 1};
     if (is_owner) {
       both.recv.num_tokens = 0;  // late: so far it has only sent, and given its credit
       ep.launch(both, 2, nullptr);

@@ -45,6 +45,7 @@ Report refused_combine(const DispatchHandle& handle, uint64_t epoch, uint32_t co
   Report report = refusal_by_rank_1(handle.buffer, epoch);
   report.operation = moe_op::kCombineRecv;
   report.refusal_count = count;
+  report.seen_epoch = handle.number.number;
   return report;
 }
 
@@ -86,6 +87,21 @@ TEST(BufferRing, ARefusedCombineIsOpenAgainForALaterAttempt) {
   combine(ring, *handle);  // its refusal has the same epoch, and is news
   EXPECT_FALSE(ring.is_known(refused_combine(*handle, 1, RefusalCount::pack(4, 2))));
   EXPECT_EQ(handle->attempt, 5u);
+}
+
+TEST(BufferRing, ARefusedCombineDoesNotOpenALaterOneOfItsBuffer) {
+  BufferRing ring(2);
+  auto refused = dispatch(ring);
+  combine(ring, *refused);
+  combine(ring, *dispatch(ring));
+  auto later = dispatch(ring);  // queued, like its combine, before the host has seen the report
+  combine(ring, *later);
+  EXPECT_FALSE(ring.is_known(refused_combine(*refused, 1, RefusalCount::pack(1, 0))));
+  EXPECT_EQ(later->stage, Stage::kCombined);
+  EXPECT_EQ(ring.holder(later->buffer), nullptr);
+  EXPECT_EQ(ring.next(), 1);
+  combine(ring, *dispatch(ring));
+  EXPECT_EQ(ring.next(), 0);  // as on the other ranks
 }
 
 TEST(BufferRing, ACombineRefusedForGoodStaysClosed) {

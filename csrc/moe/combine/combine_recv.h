@@ -243,13 +243,14 @@ struct CombineRecv {
         LlSum<true> sum{exchange,     c.region.token_ranks(args.buffer, token),
                         site,         c.region.combine_refusal,
                         args.attempt, args.seen,
-                        first_word,   own_piece};
+                        args.number,  first_word,
+                        own_piece};
         good = sum.add(warp, part, num_parts, piece.size(), args.vector_rows, target);
       } else {
         LlSum<false> sum{exchange,     c.region.token_ranks(args.buffer, token),
                          site,         c.region.combine_refusal,
                          args.attempt, args.seen,
-                         first_word};
+                         args.number,  first_word};
         good = sum.add(warp, part, num_parts, piece.size(), args.vector_rows, target);
       }
     });
