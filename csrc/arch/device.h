@@ -106,7 +106,6 @@ class LaunchOrder {
  public:
   // Call it before a launch on `stream`.
   void next(Device& device, void* stream) {
-    if (queued_ == stream && !captured_) return;
     std::optional<void*>& last = device.is_capturing(stream) ? captured_ : queued_;
     if (last && *last != stream) device.order_streams(*last, stream);
     last = stream;

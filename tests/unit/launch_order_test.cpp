@@ -57,6 +57,12 @@ TEST_F(LaunchOrderTest, ALaunchBetweenTwoOfACaptureChangesNeitherOrder) {
   EXPECT_EQ(waits_of({b_, a_, c_, a_}), (Waits{{b_, c_}}));
 }
 
+TEST_F(LaunchOrderTest, LaunchesOfACaptureAreOrderedEvenIfOneRanOnItsStreamBefore) {
+  waits_of({b_});  // as a warm-up
+  device_.capturing = {b_, c_};
+  EXPECT_EQ(waits_of({b_, c_}), (Waits{{b_, c_}}));
+}
+
 TEST_F(LaunchOrderTest, AForgottenStreamIsNotWaitedFor) {
   waits_of({a_});
   order_.forget(a_);
