@@ -94,7 +94,11 @@ void Client::link(const PoisonLink& poison) {
 // process ends. CPU mappings can always go: each process has its own.
 Client::~Client() {
   closed_ = true;
-  if (device_->is_synchronous() || (!may_be_mapped_ && gate_.is_own_process())) device_->close();
+  if (!device_->is_synchronous() && (may_be_mapped_ || !gate_.is_own_process())) return;
+  try {
+    device_->close();
+  } catch (const std::exception&) {  // a device that has failed cannot be selected: its memory goes with the process
+  }
 }
 
 RegionHandle Client::handle() {

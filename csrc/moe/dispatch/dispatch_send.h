@@ -126,7 +126,9 @@ struct DispatchSend {
     for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
       good &= await_credit(c, buffer, r, epoch - 1, number);
     }
-    return good && !has_given_up;
+    if (good && !has_given_up) return true;
+    if (has_given_up && warp.rank() == 0) report_given_up(c, epoch);
+    return false;
   }
   // A barrier, before anything is sent; false if the wait for credits gave up. All of the block's threads have read the
   // epoch, so one with little else to do counts the block. The last block of the launch advances the epoch.
@@ -236,6 +238,12 @@ struct DispatchSend {
   MOE_A2A_DEVICE static int text_slot(const Context& c) { return c.config.num_buffers; }
 
  private:
+  // Again, if no wait has given up here: the first report is lost if the host had not yet noticed that of a refusal.
+  MOE_A2A_RARE static void report_given_up(const Context& c, uint64_t epoch) {
+    const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, c.heap.rank, -1, text_slot(c)};
+    write_report(c.wait, c.heap, site, Reason::kPoisoned, poison_of(c.wait), epoch, 0, 0);
+  }
+
   // The signal that accompanies a small batch's words, raised by threads with little else to do. It releases this
   // rank's earlier accesses: the rank no longer reads the sums of the previous combine. (The choices imply that
   // earlier, but order nothing.) Pairs with the acquire in DispatchRecv::see_announcements().
