@@ -113,7 +113,7 @@ def swiglu_of_each(
         for x, gate_up, down in zip(rows.split(split_sizes), w_gate_up.unbind(), w_down.unbind(), strict=True):
             gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
             outputs.append(F.linear(F.silu(gate) * up, down))
-    return torch.cat(outputs)
+        return torch.cat(outputs)
 
 
 def _in_layout(handle: DispatchHandle, y: torch.Tensor) -> torch.Tensor:
