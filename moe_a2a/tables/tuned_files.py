@@ -34,7 +34,8 @@ def chosen_file(named: str | os.PathLike[str] | None, prefix: str, device: torch
     if device.type != "cuda":
         return None
     own = own_file(prefix, device, num_ranks)
-    return next((path for path in (own, SHIPPED / own.name) if path.exists()), None)
+    # Unlike Path.exists(), this does not raise for a cache below a folder that this user may not look into.
+    return next((path for path in (own, SHIPPED / own.name) if os.path.exists(path)), None)
 
 
 def merged(steps: Iterable[Step]) -> list[Step]:

@@ -128,6 +128,15 @@ def test_a_table_of_this_machine_comes_before_the_shipped_one(folders):
     )
 
 
+def test_a_cache_that_this_user_may_not_look_into(folders, tmp_path, monkeypatch):
+    """Regression: Path.exists() raises if it cannot tell, as below another user's home directory, and no object could be made."""
+    monkeypatch.setattr(tuned_files, "OWN", tmp_path / ("n" * 300))  # cannot tell, not even as root
+    with pytest.raises(OSError, match="too long"):
+        tuned_files.OWN.exists()
+    origin = launch_tables.in_effect(torch.device("cuda"), 4, 64, torch.bfloat16, 2)[1]
+    assert origin == "no table, the model"
+
+
 def test_blocks_grow_as_tokens_go_to_fewer_ranks(folders):
     """In batches that go as rows. With 4 ranks and 8 experts per token a token goes to 3.6 ranks, with 1 to one rank."""
     steps = LaunchStep(64, 112, 112), LaunchStep(1024, 32, 48), LaunchStep(8192, 16, 24)
