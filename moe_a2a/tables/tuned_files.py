@@ -56,9 +56,10 @@ def read(path: Path, parse: Callable[[Field], Table], what: str, command: str) -
         tables = [parse(field) for field in loads(path.read_bytes())["tables"].items()]
         if not tables:
             raise FieldError("it holds no table")
-    except (OSError, FieldError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{what} {path}: {reason}; write one with `{command}`") from None
+    except OSError as error:
+        raise ValueError(f"{what} {path}: {error.strerror}; write one with `{command}`") from None
+    except FieldError as error:  # the command reads the table in effect, too
+        raise ValueError(f"{what} {path}: {error}; remove it, then write one with `{command}`") from None
     return tables
 
 

@@ -137,6 +137,16 @@ def test_a_cache_that_this_user_may_not_look_into(folders, tmp_path, monkeypatch
     assert origin == "no table, the model"
 
 
+def test_a_damaged_table_of_this_machine_is_to_be_removed(folders):
+    """Regression: the error only said to run `tune`, which makes an ExpertParallel and so failed with the same error."""
+    path = launch_tables.own_file(torch.device("cuda"), 4)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"tables": [')
+    words = f"{path}: it is not JSON.*; remove it, then write one with `python -m moe_a2a tune`"
+    with pytest.raises(ValueError, match=words):
+        launch_tables.in_effect(torch.device("cuda"), 4, 64, torch.bfloat16, 2)
+
+
 def test_blocks_grow_as_tokens_go_to_fewer_ranks(folders):
     """In batches that go as rows. With 4 ranks and 8 experts per token a token goes to 3.6 ranks, with 1 to one rank."""
     steps = LaunchStep(64, 112, 112), LaunchStep(1024, 32, 48), LaunchStep(8192, 16, 24)
