@@ -3,11 +3,14 @@ leaderboard submission, which is one function and gets a new group for each case
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from moe_a2a import devices
 
 _lock = threading.Lock()
 _open: dict[Callable[..., Any], tuple[Any, dict[str, Any], Any]] = {}  # by kind: the group, the arguments, the object
@@ -32,12 +35,19 @@ def of_group(kind: Callable[..., Any], **arguments: Any) -> Any:
             del _open[kind]
             made.close()
         _watch(dist)
-        device = arguments.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            torch.cuda.set_device(device)  # NCCL exchanges Python objects on the current GPU
+        if arguments.get("device") is not None:
+            _make_current(dist.get_rank(), arguments["device"])
         made = kind(None, **arguments)
         _open[kind] = (dist.group.WORLD, arguments, made)
         return made
+
+
+def _make_current(rank: int, device: Any) -> None:
+    """NCCL exchanges Python objects on the current GPU. A wrong device is for the object itself to refuse, on every rank."""
+    with contextlib.suppress(TypeError, ValueError):
+        chosen = devices.checked_device(rank, device)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
 
 
 def opened(kind: Callable[..., Any]) -> Any:
