@@ -175,11 +175,12 @@ class RegisteredExperts:
             by_kernels = self._runs_kernels(module, hidden_states, owned)
         ep = self._expert_parallel(module, len(hidden_states), shape)
 
-        handle = ep.dispatch(
-            hidden_states.contiguous(),
-            _drop_masked(top_k_index, module.num_experts),
-            top_k_weights.float().contiguous(),
-        )
+        with calls.dispatch_refused_if_failed(ep):
+            handle = ep.dispatch(
+                hidden_states.contiguous(),
+                _drop_masked(top_k_index, module.num_experts),
+                top_k_weights.float().contiguous(),
+            )
         with calls.combine_refused_if_failed(handle):
             y = (kernel_experts.run_by_kernels if by_kernels else _run_by_torch)(module, owned, handle).to(ep.dtype)
         return ep.combine(y, handle)

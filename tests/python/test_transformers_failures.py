@@ -110,6 +110,22 @@ def test_malformed_arguments_of_one_rank(name, num_max_tokens_per_rank):
         assert_close(out, eager(layer, *random_tokens(rank, 8)))
 
 
+@pytest.mark.parametrize("num_max_tokens_per_rank", [8, None])
+def test_ids_that_one_rank_cannot_compare(num_max_tokens_per_rank):
+    """Regression: what fails between the checks and the dispatch, as PyTorch does here, was not told to the others."""
+    layer = experts_of(tiny_model("mixtral"))
+
+    def rank_main(rank, group, experts):
+        x, ids, weights = tokens = random_tokens(rank, 8)
+        experts(layer, *tokens)
+        with pytest.raises(NotImplementedError if rank == 0 else moe_a2a.PeerRefusedError, match="UInt32"):
+            experts(layer, x, ids.to(torch.uint32) if rank == 0 else ids, weights)
+        return experts(layer, *tokens)
+
+    for rank, out in enumerate(on_ranks(2, rank_main, num_max_tokens_per_rank=num_max_tokens_per_rank)):
+        assert_close(out, eager(layer, *random_tokens(rank, 8)))
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
