@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from moe_a2a import arguments, set_up
-from moe_a2a.errors import RoutingError
+from moe_a2a.errors import CallMismatchError, PeerRefusedError, PeerTimeoutError, RoutingError
 from moe_a2a.groups import Group, HandleExchange
 
 C = TypeVar("C", bound="OnePerRank")
@@ -30,7 +30,7 @@ class OnePerRank(ABC):
     def __exit__(self, exception_type: object, *rest: object) -> None:
         try:
             self.close()
-        except RoutingError:
+        except (PeerTimeoutError, PeerRefusedError, RoutingError, CallMismatchError):  # what kernels have reported
             if exception_type is None:  # an exception in flight takes precedence
                 raise
 

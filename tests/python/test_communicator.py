@@ -186,3 +186,20 @@ def other_device_program(group) -> None:
 def test_a_client_is_on_the_device_of_its_communicator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # without a GPU that is what the error would name
     run_threads(2, other_device_program)
+
+
+@pytest.mark.parametrize(
+    "reported", [moe_a2a.RoutingError, moe_a2a.PeerRefusedError, moe_a2a.PeerTimeoutError, moe_a2a.CallMismatchError]
+)
+def test_an_exception_of_a_with_block_takes_precedence(monkeypatch, reported):
+    """Regression: on a GPU close() raises what kernels have reported, of which only a RoutingError gave way."""
+
+    def close(ep):
+        raise reported("by a kernel")
+
+    monkeypatch.setattr(moe_a2a.ExpertParallel, "close", close)
+    (group,) = moe_a2a.thread_group(1)
+    with pytest.raises(KeyError, match="of the caller"), make_ep(group):
+        raise KeyError("of the caller")
+    with pytest.raises(reported, match="by a kernel"), make_ep(group):
+        pass
