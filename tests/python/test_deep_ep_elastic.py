@@ -139,6 +139,30 @@ def test_float8_rows_bring_their_scales(do_expand):
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("do_expand", [False, True])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_scales_that_are_bytes(dtype, do_expand, sync):
+    """Regression, by route: PyTorch cannot fill float8_e8m0fnu, and without do_cpu_sync four scales came as one float32."""
+
+    def program(group):
+        buffer, device = buffer_of(group), default_device()
+        everything = batches(2, 0)
+        x, ids, weights = on(device, *everything[buffer.rank_idx])
+        width = HIDDEN // 32
+        exponents = torch.full((len(x), width), 120, dtype=torch.uint8, device=device)
+        exponents += torch.arange(width, dtype=torch.uint8, device=device)
+        sent = x.to(moe_a2a.devices.float8_dtype(device)), exponents.view(dtype)
+        (_, scales), *_ = dispatched(buffer, sent, ids, weights, do_expand=do_expand, do_cpu_sync=sync)
+        want = by_route(everything, buffer.rank_idx, 1) if do_expand else received(everything, buffer.rank_idx)
+        assert (scales.dtype, scales.shape[1]) == (dtype, width)
+        row = torch.arange(120, 120 + width, dtype=torch.uint8, device=device)
+        assert torch.equal(scales.view(torch.uint8)[: len(want[0])], row.expand(len(want[0]), width))
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
 def test_a_call_that_fails_on_one_rank_is_told_to_the_others():
     def program(group):
         buffer, device = buffer_of(group), default_device()

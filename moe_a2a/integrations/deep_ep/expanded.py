@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_a2a import calls
+from moe_a2a import block_scales, calls
 from moe_a2a.arguments import ROW_DTYPES
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
@@ -144,11 +144,16 @@ def rows(handle: ExpandedHandle, row_index: Tensor, num_blocks: int) -> tuple[Te
     opened, has_scales = handle.open, handle.open.row_dtype.itemsize == 1
     if not handle.is_exact and not handle.drops:  # the kernel copies what arrived, and not up to the bound
         x, scales = opened._core.gather_rows(opened._handle, opened.row_dtype, num_blocks)
-        return _resized(x, handle.num_rows), None if scales is None else _resized(scales, handle.num_rows)
+        if scales is not None:
+            scales = _resized(block_scales.unpacked(scales, opened._scales_dtype, handle.ep.hidden), handle.num_rows)
+        return _resized(x, handle.num_rows), scales
     index, is_gap = row_index.clamp(min=0), (row_index < 0)[:, None]
     x = opened.recv_x.index_select(0, index)
-    x.view(torch.uint8).masked_fill_(is_gap, 0)
-    return x, opened.recv_x_scales.index_select(0, index).masked_fill_(is_gap, 0) if has_scales else None
+    scales = opened.recv_x_scales.index_select(0, index) if has_scales else None
+    for each in (x, scales):
+        if each is not None:
+            each.view(torch.uint8).masked_fill_(is_gap, 0)  # PyTorch fills no float8
+    return x, scales
 
 
 Combined = tuple[Tensor, Tensor | None]
