@@ -24,11 +24,7 @@ def run_and_combine(
     num_max_routes: int | None,
 ) -> torch.Tensor:
     """Implements ExpertParallel.experts(), with its arguments, checked. codec: the number of its wire."""
-    if handle._scales_dtype is not None:
-        raise ValueError(
-            f"handle of a dispatch with x_scales of {handle._scales_dtype} on rank {handle.ep.rank}; these experts take a float32 "
-            "per 128 values: pass such x_scales, or run experts of your own between dispatch() and combine()"
-        )
+    _check_scales(handle)
     core, key = handle.ep._core, handle._handle
     by_kernels = runs_kernels(handle.ep, weights, handle.row_dtype, fused)
     if num_max_routes is not None:
@@ -39,6 +35,14 @@ def run_and_combine(
             y = _step_by_step(handle, weights)
         return core.combine(y, key, False, codec, out, num_blocks)
     return core.experts(key, *weights, num_max_routes or arguments.MAX_COUNT, fuses, codec, out, num_blocks)
+
+
+def _check_scales(handle: DispatchHandle) -> None:
+    if handle._scales_dtype is not None:
+        raise ValueError(
+            f"handle of a dispatch with x_scales of {handle._scales_dtype} on rank {handle.ep.rank}; these experts take a float32 "
+            "per 128 values: pass such x_scales, or run experts of your own between dispatch() and combine()"
+        )
 
 
 def _check_bound(handle: DispatchHandle, num_max_routes: int, can_look: bool) -> None:
@@ -62,6 +66,7 @@ def swiglu_experts(handle: DispatchHandle, w_gate_up: Weight, w_down: Weight) ->
     Returns: `y` as combine() takes it: [rows, H], or [E_local, R * T, H] for layout="masked". The contents of rows that
     are no route are unspecified. Reads the offsets on the host, which synchronises with the device.
     """
+    _check_scales(handle)
     return _step_by_step(handle, ExpertWeights.checked(handle.ep, w_gate_up, w_down))
 
 

@@ -7,6 +7,7 @@ import torch
 
 import moe_a2a
 from moe_a2a.devices import float8_dtype
+from moe_a2a.experts import swiglu_experts
 
 pytestmark = on_device.TESTS
 
@@ -194,5 +195,7 @@ def test_experts_of_block_128_refuse_them():
         handle = ep.dispatch(x, idx, x_scales=torch.zeros(5, 2, dtype=torch.uint8, device=ep.device))
         with pytest.raises(ValueError, match=r"x_scales of torch.uint8 on rank 0; .* a float32 per 128 values"):
             ep.experts(handle, up, down)
+        with pytest.raises(ValueError, match=r"x_scales of torch.uint8 on rank 0; .* a float32 per 128 values"):
+            swiglu_experts(handle, up, down)
         assert handle.is_open
         handle.release()
