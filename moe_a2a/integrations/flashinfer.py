@@ -109,19 +109,20 @@ class MoeA2ACommunication(MoEEpCommunication):
                 num_max_tokens_per_rank=max_tokens_per_rank,
             )
         self._handle = handle
-        ids, recv_weights = handle.recv_topk(
-            first_expert=self.ep_rank * self.num_local_experts,
-            no_expert=self.params.invalid_expert_id,
-            dtype=torch.int32,
-        )
-        rows, scales = handle.contiguous_rows()
-        return MoEEpDispatchResult(
-            hidden_states=rows,
-            topk_ids=ids,
-            topk_weights=None if topk_weights is None else recv_weights,
-            tokens_per_rank=handle.num_max_tokens_per_rank,
-            hidden_states_scale=scales,
-        )
+        with calls.combine_refused_if_failed(handle):
+            ids, recv_weights = handle.recv_topk(
+                first_expert=self.ep_rank * self.num_local_experts,
+                no_expert=self.params.invalid_expert_id,
+                dtype=torch.int32,
+            )
+            rows, scales = handle.contiguous_rows()
+            return MoEEpDispatchResult(
+                hidden_states=rows,
+                topk_ids=ids,
+                topk_weights=None if topk_weights is None else recv_weights,
+                tokens_per_rank=handle.num_max_tokens_per_rank,
+                hidden_states_scale=scales,
+            )
 
     def combine(self, expert_output: Tensor, *, output: Tensor | None = None) -> Tensor:
         """expert_output: [ep_size * tokens_per_rank, hidden] or [ep_size, tokens_per_rank, hidden], weighted and summed over

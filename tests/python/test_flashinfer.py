@@ -210,6 +210,31 @@ def test_calls_that_one_rank_cannot_make_are_refused_on_the_other():
     on_device.run(2, program)
 
 
+def test_what_fails_after_the_rows_have_arrived_is_refused_on_the_other():
+    """Regression: the other rank waited in its combine until the deadline, and neither could dispatch again."""
+
+    def program(group):
+        comm, device = backend(group), default_device()
+        x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=device)
+        ids = torch.full((1, TOPK), EXPERTS_PER_RANK * (1 - comm.ep_rank), device=device)
+        right = comm.params
+        if comm.ep_rank == 0:
+            comm.params = dataclasses.replace(right, invalid_expert_id="none")
+            with pytest.raises(TypeError, match="no_expert='none' is a str on rank 0"):
+                comm.dispatch(x, ids)
+            comm.params = right
+        else:
+            y = torch.zeros_like(comm.dispatch(x, ids).hidden_states)
+            with pytest.raises(moe_a2a.PeerRefusedError, match="rank 0 refused its call: no_expert='none'"):
+                comm.combine(y)
+                on_device.settle(comm._ep)
+        y = torch.zeros_like(comm.dispatch(x, ids).hidden_states)
+        assert torch.equal(comm.combine(y), torch.zeros_like(x))
+        comm.destroy()
+
+    on_device.run(2, program)
+
+
 @pytest.mark.parametrize("name", ["NVFP4", "MXFP4"])
 def test_formats_that_it_does_not_send_are_refused(name):
     with pytest.raises(ValueError, match=f"dispatch_format={name} on rank 0"):
