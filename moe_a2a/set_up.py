@@ -44,7 +44,8 @@ def refused_if_failed(group: Any, what: str) -> Iterator[None]:
         raise
 
 
-def _making_refused(made: Any, group: Any = None, *_: Any, **__: Any) -> AbstractContextManager[None]:
+def _making_refused(made: Any, /, *given: Any, **by_name: Any) -> AbstractContextManager[None]:
+    group = given[0] if given else by_name.get("group")  # both, which is an error, must not be one here
     return refused_if_failed(group, type(made).__name__)
 
 

@@ -284,7 +284,7 @@ def constructor_refuses_wrong_arguments(first: str) -> Callable[[calls.Call], ca
         try:
             yield
         except TypeError as error:
-            _refuse(error, first, **dict(zip(("local", "between"), args, strict=False)), **kwargs)
+            _refuse(error, first, **(kwargs | dict(zip(("local", "between"), args, strict=False))))
             raise
 
     return calls.refuses_arguments_by(refused)

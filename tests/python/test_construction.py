@@ -167,6 +167,7 @@ def make_wrongly(group):
         (moe_a2a.Communicator, {}, {"devise": "cpu"}, "unexpected keyword argument .*devise"),
         (moe_a2a.Collectives, {}, {"max_bytes": 1}, "unexpected keyword argument .*max_bytes"),
         (moe_a2a.ExpertParallel, {**CONFIG}, {"num_expert": 1}, "unexpected keyword argument .*num_expert"),
+        (moe_a2a.ExpertParallel, {**CONFIG}, {"group": None}, "multiple values for argument 'group'"),
         (moe_a2a.Collectives, {}, {"device": "cuda:70"}, "cuda:70"),
         (moe_a2a.Collectives, {}, {"device": "meta"}, "meta"),
     ):
