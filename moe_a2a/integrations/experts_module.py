@@ -120,7 +120,7 @@ def _grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _torch_can_group(weight: Tensor) -> bool:
-    """Whether grouped_mm takes this weight: if there is an expert, and all strides are multiples of 16 bytes."""
+    """Whether grouped_mm takes this weight: if there is an expert, and its address and all strides are multiples of 16 bytes."""
     num_experts, *sizes = weight.shape
-    aligned = all(size * weight.element_size() % 16 == 0 for size in sizes)
+    aligned = weight.data_ptr() % 16 == 0 and all(size * weight.element_size() % 16 == 0 for size in sizes)
     return num_experts > 0 and aligned

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 import moe_a2a
 from moe_a2a import experts
+from moe_a2a.integrations import experts_module
 
 pytestmark = on_device.TESTS
 
@@ -54,6 +55,15 @@ def test_weights_that_are_not_leaves():
         weights = [nn.Parameter(w) for w in own_part(ep, make_weights(ep, 0))]
         with pytest.raises(ValueError, match=r"w_down is computed from a tensor that requires grad.*pass a leaf"):
             moe_a2a.MoELayer(ep, weights[0], weights[1][:])
+
+
+@on_device.cpu_only
+def test_weights_that_begin_between_multiples_of_16_bytes():
+    """Regression: PyTorch's products of all experts refuse them on a GPU; as parts of a flat buffer they may begin anywhere."""
+    flat = torch.zeros(1 + 2 * 32 * 32, dtype=torch.bfloat16)
+    part, whole = flat[1:].view(2, 32, 32), flat[:-1].view(2, 32, 32)
+    assert experts.has_group_products(whole, whole) and not experts.has_group_products(whole, part)
+    assert experts_module._torch_can_group(whole) and not experts_module._torch_can_group(part)
 
 
 # ---- gradients
