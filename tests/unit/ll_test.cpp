@@ -198,9 +198,10 @@ TEST(LlSum, AreThePlainSumsInAscendingOrderOfTheRanks) {
               }
             };
             if (own.empty()) {
-              add(LlSum<false>{exchange, ranks, site, me.region.combine_refusal, 1, SeenStrays{}, p * words_per_piece});
+              add(LlSum<false>{exchange, ranks, site, me.region.combine_refusal, 1, SeenStrays{}, 0,
+                               p * words_per_piece});
             } else {
-              add(LlSum<true>{exchange, ranks, site, me.region.combine_refusal, 1, SeenStrays{}, p * words_per_piece,
+              add(LlSum<true>{exchange, ranks, site, me.region.combine_refusal, 1, SeenStrays{}, 0, p * words_per_piece,
                               own_piece});
             }
           }
