@@ -62,6 +62,12 @@ struct QuantizedRows : TokenRows {
   }
 };
 
+// An earlier dispatch has given up: its own report is lost if the host had not yet noticed that of a refusal.
+MOE_A2A_RARE void report_given_up(const Context& c, int text_slot, uint64_t epoch) {
+  const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, c.heap.rank, -1, text_slot};
+  write_report(c.wait, c.heap, site, Reason::kPoisoned, poison_of(c.wait), epoch, 0, 0);
+}
+
 struct DispatchSend {
   using Args = DispatchSendArgs;
   static constexpr const char* kName = "dispatch_send";
@@ -127,7 +133,7 @@ struct DispatchSend {
       good &= await_credit(c, buffer, r, epoch - 1, number);
     }
     if (good && !has_given_up) return true;
-    if (has_given_up && warp.rank() == 0) report_given_up(c, epoch);
+    if (has_given_up && warp.rank() == 0) report_given_up(c, text_slot(c), epoch);
     return false;
   }
   // A barrier, before anything is sent; false if the wait for credits gave up. All of the block's threads have read the
@@ -238,12 +244,6 @@ struct DispatchSend {
   MOE_A2A_DEVICE static int text_slot(const Context& c) { return c.config.num_buffers; }
 
  private:
-  // Again, if no wait has given up here: the first report is lost if the host had not yet noticed that of a refusal.
-  MOE_A2A_RARE static void report_given_up(const Context& c, uint64_t epoch) {
-    const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, c.heap.rank, -1, text_slot(c)};
-    write_report(c.wait, c.heap, site, Reason::kPoisoned, poison_of(c.wait), epoch, 0, 0);
-  }
-
   // The signal that accompanies a small batch's words, raised by threads with little else to do. It releases this
   // rank's earlier accesses: the rank no longer reads the sums of the previous combine. (The choices imply that
   // earlier, but order nothing.) Pairs with the acquire in DispatchRecv::see_announcements().
