@@ -84,8 +84,8 @@ bool BufferRing::is_known(const Report& refusal) {
     const bool is_its = static_cast<uint32_t>(handle->number.number) == refusal.refusal_count;
     if (is_its && handle->stage < Stage::kCombineSent) handle->stage = Stage::kRefused;
   } else if (handle->stage == Stage::kCombined && refusal.refusal_count != RefusalCount::kFinal) {
-    const uint64_t own = Signal::epoch_of(Signal::pack(handle->number.number, 0)), refused = refusal.seen_epoch;
-    if (refused != 0 && refused != own) return false;  // of an earlier dispatch, whose handle is closed
+    const uint64_t number = refusal.seen_epoch;  // of the refused dispatch; 0: unknown, in a captured graph
+    if (number != 0 && number != handle->number.number) return false;  // an earlier one, whose handle is closed
     handle->stage = Stage::kCombineSent;
     handle->note_refusal(refusal.peer, refusal.refusal_count);
     buffer.open = handle;

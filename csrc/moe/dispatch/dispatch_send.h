@@ -62,7 +62,7 @@ struct QuantizedRows : TokenRows {
   }
 };
 
-// An earlier dispatch has given up: its own report is lost if the host had not yet noticed that of a refusal.
+// Reports again that an earlier dispatch gave up: its own report is lost if the host had not yet noticed a refusal's.
 MOE_A2A_RARE void report_given_up(const Context& c, int text_slot, uint64_t epoch) {
   const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, c.heap.rank, -1, text_slot};
   write_report(c.wait, c.heap, site, Reason::kPoisoned, poison_of(c.wait), epoch, 0, 0);
