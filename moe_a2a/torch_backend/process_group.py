@@ -210,7 +210,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         """Synchronises the GPUs if the group has used them, else the processes."""
         gpu = next((device for device in self._made if device.type == "cuda"), None)
         if gpu is None and self._nccl_device is not None:
-            return self._get_backend(self._nccl_device).barrier(_c10d.BarrierOptions() if opts is None else opts)
+            return self._backend_for(self._nccl_device).barrier(_c10d.BarrierOptions() if opts is None else opts)
         token = torch.zeros(1, dtype=torch.float32, device=gpu or "cpu")
         if not has_kernels(token.device):
             return self._delegate(token).barrier(_c10d.BarrierOptions() if opts is None else opts)
@@ -279,7 +279,15 @@ class MoeA2aProcessGroup(_ProcessGroup):
                     f"a tensor of shape {list(x.shape)} has strides {list(x.stride())} on rank {self._rank}; gloo, which makes this call, "
                     "would take its elements for adjacent: pass .contiguous()"
                 )
-        return self._get_backend(tensors[0].device)
+        return self._backend_for(tensors[0].device)
+
+    def _backend_for(self, device: torch.device) -> Any:
+        self._require_alive()
+        return self._get_backend(device)
+
+    def _require_alive(self) -> None:
+        if self._is_shut_down:
+            raise RuntimeError(f"rank {self._rank}: this process group has been destroyed; make a new one")
 
     def _run(
         self,
@@ -331,14 +339,13 @@ class MoeA2aProcessGroup(_ProcessGroup):
 
     def _nccl(self, device: torch.device) -> LargeCalls:
         self._nccl_device = device
-        return LargeCalls(self._get_backend(device), self._rank, self._num_ranks)
+        return LargeCalls(self._backend_for(device), self._rank, self._num_ranks)
 
     def _collectives(self, device: torch.device) -> Any:
         made = self._made.get(device)
         if made is None:
             with self._lock:
-                if self._is_shut_down:  # the store still has what the ranks posted for those that are closed
-                    raise RuntimeError(f"rank {self._rank}: this process group has been destroyed; make a new one")
+                self._require_alive()  # the store still has what the ranks posted for those that are closed
                 made = self._made.get(device) or self._made.setdefault(device, self._make(device))
         return made
 

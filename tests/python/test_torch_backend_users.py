@@ -206,6 +206,7 @@ def after_destroy_program(world) -> None:
         lambda: model(full(2, 1.0)).sum().backward(),
         lambda: group.allreduce([x]).wait(),
         lambda: group.barrier().wait(),
+        lambda: group.broadcast([x]).wait(),  # by gloo or NCCL
     ):
         with pytest.raises(RuntimeError, match=f"rank {world.rank()}: this process group has been destroyed; make"):
             call()
