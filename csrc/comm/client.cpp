@@ -13,6 +13,12 @@
 #include "comm/symmetric_heap.h"
 
 namespace moe_a2a {
+namespace {
+
+// Pairs with the release in write_report().
+bool is_complete(const Report& report) { return __atomic_load_n(&report.is_complete, __ATOMIC_ACQUIRE) != 0; }
+
+}  // namespace
 
 // ---- memory and peers
 
@@ -76,11 +82,11 @@ void Client::allocate_symmetric(const std::vector<AgreedField>& fields) {
 }
 
 void Client::allocate_report() {
-  report_ = new (device_->allocate_host_visible(sizeof(Report))) Report;
+  reports_ = new (device_->allocate_host_visible(sizeof(Reports))) Reports;
   const double ticks = device_->clock_ticks_per_second();
   context_.wait.timeout_ticks = static_cast<uint64_t>(member_.timeout_seconds * ticks);
   context_.wait.ticks_per_second = ticks;
-  context_.wait.report = report_;
+  context_.wait.reports = reports_;
   context_.max_shared_bytes = static_cast<int>(device_->max_shared_bytes());
 }
 
@@ -204,29 +210,30 @@ void Client::require_open() const {
 
 void Client::raise_waits() {
   leave_if_interrupted();
-  raise_reports();
+  raise_failure();
+  raise_refusal();
 }
 
-// Pairs with the release in write_report().
-bool Client::has_report() const { return __atomic_load_n(&report_->is_complete, __ATOMIC_ACQUIRE) != 0; }
+void Client::raise_failure() {
+  if (!is_complete(reports_->failure)) return;
+  *poison_.has_raised = true;
+  raise_report(reports_->failure, vocabulary_);
+}
 
-void Client::raise_reports() {
-  if (!has_report()) return;
-  const Report report = *report_;
-  if (report.reason == Reason::kRefused) {  // the object stays usable: a later launch may report again
-    report_->is_complete = 0;
-    __atomic_store_n(&report_->num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
-    if (!device_->is_synchronous() && is_known_refusal(report)) return;
-    raise_in_own_words(report);
-  } else {
-    *poison_.has_raised = true;
-  }
+// The object stays usable: a later launch may report again.
+void Client::raise_refusal() {
+  if (!is_complete(reports_->refusal)) return;
+  const Report report = reports_->refusal;
+  reports_->refusal.is_complete = 0;
+  __atomic_store_n(&reports_->refusal.num_noticed, report.num_noticed + 1, __ATOMIC_RELEASE);
+  if (!device_->is_synchronous() && is_known_refusal(report)) return;
+  raise_in_own_words(report);
   raise_report(report, vocabulary_);
 }
 
 void Client::raise_timeouts() {
   leave_if_interrupted();
-  if (has_report() && report_->reason != Reason::kRefused) raise_reports();
+  raise_failure();
 }
 
 void Client::raise_reported() {
@@ -291,12 +298,13 @@ std::exception_ptr Client::leave_peers() {
   std::exception_ptr reported;
   if (!*poison_.has_raised) {
     try {
-      raise_reports();
+      raise_failure();
+      raise_refusal();
     } catch (...) {
       reported = std::current_exception();
     }
   }
-  if (!has_report()) say_goodbye();  // else a peer is missing already
+  if (!is_complete(reports_->failure)) say_goodbye();  // else a peer is missing already
   return reported;
 }
 
@@ -309,7 +317,7 @@ void Client::say_goodbye() {
   launch(args, 1, device_->own_stream());
   device_->synchronize();
   if (ordered_) ordered_->forget(device_->own_stream());
-  may_be_mapped_ = has_report();
+  may_be_mapped_ = is_complete(reports_->failure);
 }
 
 }  // namespace moe_a2a

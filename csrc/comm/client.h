@@ -133,8 +133,8 @@ class Client {
  private:
   void allocate_symmetric(const std::vector<AgreedField>& fields);
   void allocate_report();
-  bool has_report() const;
-  void raise_reports();
+  void raise_failure();
+  void raise_refusal();
   std::exception_ptr leave_peers();
   void say_goodbye();
   void await_mapping(int peer, std::chrono::steady_clock::time_point start) const;
@@ -151,7 +151,7 @@ class Client {
   RegionHandle handle_;
   std::byte* own_heap_ = nullptr;
   std::byte* local_ = nullptr;
-  Report* report_ = nullptr;
+  Reports* reports_ = nullptr;
   std::atomic<bool> connected_ = false;
   std::atomic<bool> closing_ = false;  // close() has been called: waiting calls leave
   std::atomic<bool> closed_ = false;

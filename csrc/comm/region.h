@@ -61,13 +61,13 @@ struct ClientServices {
   Array<uint64_t, 3> refusal_text;    // [slots, R src, kRefusalWords]  why src refused its call on this slot
   Array<uint64_t, 1> handles_digest;  // [R src]  of the handles that src has mapped, if the caller carried them
   // ---- local
-  Array<uint32_t, 1> num_reports;  // [1]  reports claimed so far: whoever increments it writes the report
+  Array<uint32_t, 1> num_reports;  // [Reports::kNum]  claimed so far, by kind: whoever increments it writes the report
 
   static ClientServices take_from(RegionLayout& symmetric, RegionLayout& local, int num_ranks, int num_slots) {
     return {.goodbye = symmetric.take<Signal>(num_ranks),
             .refusal_text = symmetric.take<uint64_t>(num_slots, num_ranks, kRefusalWords),
             .handles_digest = symmetric.take<uint64_t>(num_ranks),
-            .num_reports = local.take<uint32_t>(1)};
+            .num_reports = local.take<uint32_t>(Reports::kNum)};
   }
 };
 

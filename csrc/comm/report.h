@@ -66,4 +66,16 @@ struct Report {
   RefusalText refusal;  // kRefused: what the peer said
 };
 
+// A rank's reports. Failures and refusals have a place each: a refusal that the host has not handled yet must not hide
+// that a wait has given up.
+struct Reports {
+  static constexpr int kNum = 2;
+
+  Report failure;  // of the first wait that gave up; stays
+  Report refusal;  // of the first one since the host handled the latest
+
+  MOE_A2A_HOST_DEVICE static int index_of(Reason reason) { return reason == Reason::kRefused ? 1 : 0; }
+  MOE_A2A_HOST_DEVICE Report& of(Reason reason) { return reason == Reason::kRefused ? refusal : failure; }
+};
+
 }  // namespace moe_a2a

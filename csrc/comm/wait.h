@@ -41,7 +41,7 @@ struct SeenStrays {
 struct WaitPolicy {
   uint64_t timeout_ticks = 0;
   double ticks_per_second = 1;
-  Report* report = nullptr;                // host-visible
+  Reports* reports = nullptr;              // host-visible
   uint32_t* num_reports = nullptr;         // this rank's, see ClientServices
   uint32_t* poison = nullptr;              // this rank's word in the CommRegion; null: a failed wait tells no rank
   const HeapView* comm_heap = nullptr;     // locates the poison of the other ranks; read by failed waits only
@@ -53,15 +53,16 @@ struct WaitPolicy {
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
-// Fills the report. Only the first wait that gives up does. `word`: the poison, or the refusal's payload. Rare
-// functions take a site by value: passed by reference, the object would live in memory on the common path too, and each
-// wait would write it before its first poll.
+// Fills the report of this kind, unless there is one that the host has not handled. `word`: the poison, or the
+// refusal's payload. Rare functions take a site by value: passed by reference, the object would live in memory on the
+// common path too, and each wait would write it before its first poll.
 MOE_A2A_RARE void write_report(const WaitPolicy& policy, const HeapView& heap, WaitSite site, Reason reason,
                                uint32_t word, uint64_t expected_epoch, uint64_t seen_word, uint64_t waited) {
-  Report* report = policy.report;
-  // Pairs with the release in Client::raise_reports(): the host has copied the report before this one.
+  Report* report = &policy.reports->of(reason);
+  uint32_t* num_reports = policy.num_reports + Reports::index_of(reason);
+  // Pairs with the release in Client::raise_refusal(): the host has copied the report before this one.
   const uint32_t before = atomic_load<Order::kAcquire, Scope::kSystem>(&report->num_noticed);
-  if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(policy.num_reports, before, before + 1)) return;
+  if (!atomic_claim<Order::kRelaxed, Scope::kDevice>(num_reports, before, before + 1)) return;
   report->reason = reason;
   report->operation = site.operation;
   report->awaited = site.awaited;

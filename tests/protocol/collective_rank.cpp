@@ -29,8 +29,8 @@ RegionSize CollectiveRank::size_of(int num_ranks) {
 }
 
 CollectiveRank::CollectiveRank(const CollectiveCase& shape, int rank, std::byte* symmetric, std::byte* local,
-                               Report* report)
-    : ExploredRank(context_, size_of(shape.num_ranks), local, report), shape_(shape) {
+                               Reports* reports)
+    : ExploredRank(context_, size_of(shape.num_ranks), local, reports), shape_(shape) {
   const RegionSize comm = connect(rank, shape.num_ranks, symmetric);
   place_region(context_, shape.num_ranks, kBytes, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
   x_ = reinterpret_cast<float*>(context_.region.tensors.data);
@@ -270,7 +270,9 @@ Launch CollectiveRank::check(int call) {
 }
 
 void CollectiveRank::compare(int call) const {
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 0u) fail("there is a report");
+  for (const Report* report : {&reports_->failure, &reports_->refusal}) {
+    if (atomic_load<Order::kAcquire, Scope::kSystem>(&report->is_complete) != 0u) fail("there is a report");
+  }
   const Shares cut = shares(call);
   const int64_t own = cut.offset[rank()];
   const float* result = shape_.calls[call].in_place ? x_ : out_;
@@ -296,13 +298,14 @@ void CollectiveRank::compare_report(int call) {
   compare_refusal(peer, is_refusal);
   if (!is_refusal) {
     const Announcement theirs = announcement(call, peer), own = announcement(call, rank());
-    if (report_->awaited != collective_kind::kDisagreement) fail("the report is of a refusal");
+    if (reports_->refusal.awaited != collective_kind::kDisagreement) fail("the report is of a refusal");
     for (int i = 0; i < Announcement::kWords; ++i) {
-      if (report_->refusal.word[i] != theirs.word[i]) fail("the announcement of the peer is wrong");
-      if (report_->refusal.word[Announcement::kWords + i] != own.word[i]) fail("this rank's announcement is wrong");
+      if (reports_->refusal.refusal.word[i] != theirs.word[i]) fail("the announcement of the peer is wrong");
+      if (reports_->refusal.refusal.word[Announcement::kWords + i] != own.word[i])
+        fail("this rank's announcement is wrong");
     }
   }
-  take_report();
+  take_refusal_report();
 }
 
 }  // namespace moe_a2a

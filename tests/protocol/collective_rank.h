@@ -55,7 +55,7 @@ class CollectiveRank : public ExploredRank {
   static RegionSize size_of(int num_ranks);
 
   // `symmetric` has the heaps of all ranks, one after the other.
-  CollectiveRank(const CollectiveCase& shape, int rank, std::byte* symmetric, std::byte* local, Report* report);
+  CollectiveRank(const CollectiveCase& shape, int rank, std::byte* symmetric, std::byte* local, Reports* reports);
 
   void reset();  // memory as after `first_epoch` launches
   Program program();

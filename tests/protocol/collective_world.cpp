@@ -8,7 +8,8 @@ CollectiveWorld::CollectiveWorld(const CollectiveCase& shape)
   for (const auto& rank : ranks_) name_regions(*rank);
   map_.complete();
   for (const auto& rank : ranks_) {
-    map_.mark(&rank->report()->is_complete, Field::kReportState);
+    map_.mark(&rank->reports()->failure.is_complete, Field::kReportState);
+    map_.mark(&rank->reports()->refusal.is_complete, Field::kReportState);
     for (auto& has_failed : rank->region().state(0).has_failed) map_.mark(&has_failed, Field::kFailedCall);
   }
 }
@@ -42,7 +43,7 @@ void CollectiveWorld::name_regions(const CollectiveRank& rank) {
   region(rank.services().num_reports.data, "num_reports");
   region(rank.region().state.data, "state", Field::kProgress);
   region(rank.region().other_call.data, "other_call");
-  region(rank.report(), "report");
+  region(rank.reports(), "reports");
 }
 
 }  // namespace moe_a2a

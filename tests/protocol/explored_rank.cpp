@@ -16,7 +16,7 @@ RegionSize ExploredRank::connect(int rank, int num_ranks, std::byte* symmetric) 
     context->max_shared_bytes = 1 << 20;
     // When the clock jumps, only rank 0 times out; the others leave because it tells them.
     context->wait.timeout_ticks = uint64_t{1} << (rank == 0 ? 30 : 60);
-    context->wait.report = report_;
+    context->wait.reports = reports_;
     context->wait.poison = comm_.region.poison.data;
     context->wait.comm_heap = &comm_.heap;
   }
@@ -26,7 +26,7 @@ RegionSize ExploredRank::connect(int rank, int num_ranks, std::byte* symmetric) 
 void ExploredRank::clear() {
   std::memset(own_heap_, 0, size_.symmetric_bytes);
   std::memset(local_, 0, size_.local_bytes);
-  *report_ = Report{};
+  *reports_ = Reports{};
 }
 
 Launch ExploredRank::launch(const std::string& name, int call, int num_blocks, std::function<void(int)> body) const {
@@ -48,23 +48,25 @@ RefusalText ExploredRank::refusal_text(int rank) {
 }
 
 void ExploredRank::compare_refusal(int peer, bool check_text) const {
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report of a refusal");
-  if (report_->reason != Reason::kRefused || report_->peer != peer) fail("the report is not of that refusal");
+  const Report& report = reports_->refusal;
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report.is_complete) != 1u) fail("no report of a refusal");
+  if (report.reason != Reason::kRefused || report.peer != peer) fail("the report is not of that refusal");
   const RefusalText expected = refusal_text(peer);
   for (int i = 0; check_text && i < kRefusalWords; ++i) {
-    if (report_->refusal.word[i] != expected.word[i]) fail("the text of the refusal is wrong");
+    if (report.refusal.word[i] != expected.word[i]) fail("the text of the refusal is wrong");
   }
 }
 
 void ExploredRank::compare_left(int culprit) const {
-  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report_->is_complete) != 1u) fail("no report of the missing rank");
-  if (report_->reason != Reason::kTimeout && report_->reason != Reason::kPoisoned) fail("the reason is wrong");
-  if (report_->culprit != culprit) fail("the report blames rank " + std::to_string(report_->culprit));
+  const Report& report = reports_->failure;
+  if (atomic_load<Order::kAcquire, Scope::kSystem>(&report.is_complete) != 1u) fail("no report of the missing rank");
+  if (report.reason != Reason::kTimeout && report.reason != Reason::kPoisoned) fail("the reason is wrong");
+  if (report.culprit != culprit) fail("the report blames rank " + std::to_string(report.culprit));
 }
 
-void ExploredRank::take_report() {
-  report_->is_complete = 0;
-  ++report_->num_noticed;
+void ExploredRank::take_refusal_report() {
+  reports_->refusal.is_complete = 0;
+  ++reports_->refusal.num_noticed;
 }
 
 }  // namespace moe_a2a

@@ -57,8 +57,8 @@ RegionSize size_of(const Shape& shape) {
   return {comm.symmetric_bytes + moe.symmetric_bytes, comm.local_bytes + moe.local_bytes + lines, moe.layout_digest};
 }
 
-ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report)
-    : ExploredRank(context_, size_of(shape), local, report), shape_(shape) {
+ModelRank::ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Reports* reports)
+    : ExploredRank(context_, size_of(shape), local, reports), shape_(shape) {
   context_.config = config_of(shape, rank);
   const RegionSize comm = connect(rank, shape.num_ranks, symmetric);
   const RegionSize moe = place_region(context_, own_heap_ + comm.symmetric_bytes, local + comm.local_bytes);
@@ -305,13 +305,13 @@ Launch ModelRank::expect_refusal(int peer, bool check_text) {
 
 void ModelRank::take_refusal(int peer, bool check_text) {
   compare_refusal(peer, check_text);
-  take_report();
+  take_refusal_report();
   ++attempt_;
 }
 
 Launch ModelRank::note_refusal(int peer) {
   return launch("note_refusal", -1, 1, [this, peer](int) {
-    noted_refusal_ = report_->is_complete != 0;
+    noted_refusal_ = reports_->refusal.is_complete != 0;
     if (noted_refusal_) take_refusal(peer, true);
   });
 }
@@ -330,7 +330,7 @@ Launch ModelRank::expect_left(int culprit) {
 
 Launch ModelRank::watch_report(int culprit) {
   return launch("host watches", -1, 1, [this, culprit](int) {
-    while (atomic_load<Order::kRelaxed, Scope::kSystem>(&report_->is_complete) != 1u) pause();
+    while (atomic_load<Order::kRelaxed, Scope::kSystem>(&reports_->failure.is_complete) != 1u) pause();
     compare_left(culprit);
   });
 }

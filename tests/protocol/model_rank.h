@@ -52,7 +52,7 @@ inline constexpr int kTilesOfARow = 2;  // of a product that sends its rows
 class ModelRank : public ExploredRank {
  public:
   // `symmetric` holds the heaps of all ranks, one after another.
-  ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Report* report);
+  ModelRank(const Shape& shape, int rank, std::byte* symmetric, std::byte* local, Reports* reports);
 
   void reset();  // memory as after `first_epoch` uses of every buffer
   const MoeRegion& region() const { return context_.region; }

@@ -29,16 +29,16 @@ class ModelStage : public Stage {
   // behind each other, then the local ones, then the reports.
   template <class Shape>
   ModelStage(const Shape& shape, int num_ranks, const RegionSize& size) {
-    constexpr size_t kReportBytes = (sizeof(Report) + 127) / 128 * 128;
-    nbytes_ = num_ranks * (size.symmetric_bytes + size.local_bytes + kReportBytes);
+    constexpr size_t kReportsBytes = (sizeof(Reports) + 127) / 128 * 128;
+    nbytes_ = num_ranks * (size.symmetric_bytes + size.local_bytes + kReportsBytes);
     storage_.resize((nbytes_ + 128) / sizeof(std::max_align_t));
     memory_ = MemoryMap::first_line(storage_.data());
     map_ = MemoryMap(memory_, nbytes_);
     std::byte* local = memory_ + num_ranks * size.symmetric_bytes;
     std::byte* reports = local + num_ranks * size.local_bytes;
     for (int r = 0; r < num_ranks; ++r) {
-      auto* report = reinterpret_cast<Report*>(reports + r * kReportBytes);
-      ranks_.push_back(std::make_unique<Rank>(shape, r, memory_, local + r * size.local_bytes, report));
+      auto* own = reinterpret_cast<Reports*>(reports + r * kReportsBytes);
+      ranks_.push_back(std::make_unique<Rank>(shape, r, memory_, local + r * size.local_bytes, own));
     }
   }
 

@@ -76,7 +76,7 @@ void World::name_regions(const ModelRank& rank) {
   field(region.token_ranks.data, "token_ranks");
   field(rank.y(), "y");
   field(rank.stored_tiles(), "stored_tiles", Field::kStoredTiles);
-  field(rank.report(), "report");
+  field(rank.reports(), "reports");
 }
 
 void World::mark_fields() {
@@ -86,7 +86,8 @@ void World::mark_fields() {
       map_.mark(rank->region().arrivals.at(b, MoeRegion::kDispatchSend), Field::kSendArrivals);
       map_.mark(rank->region().arrivals.at(b, MoeRegion::kCombineSend), Field::kCombineArrivals);
     }
-    map_.mark(&rank->report()->is_complete, Field::kReportState);
+    map_.mark(&rank->reports()->failure.is_complete, Field::kReportState);
+    map_.mark(&rank->reports()->refusal.is_complete, Field::kReportState);
   }
 }
 

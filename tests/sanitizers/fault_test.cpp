@@ -39,13 +39,36 @@ TEST_P(Timeout, NamesTheMissingRankOnEveryOther) {
 
 INSTANTIATE_TEST_SUITE_P(NumMaxLlTokens, Timeout, ::testing::Values(0, 2));
 
+// The token goes to ranks 1 and 2. One lane waits for both sums, so it meets the refusal first.
+TEST(TimeoutOfASum, IsNotHiddenByARefusalThatTheHostHasNotSeen) {
+  MoeConfig config = one_token_config(3, 0);
+  config.num_topk = 2;
+  std::barrier all(config.num_ranks);
+  run_ranks(config, 3.0, [&](ExpertParallel& ep) {
+    const std::vector<float> x(kRowLength, 1.0f);
+    const int32_t experts[] = {1, 2};
+    auto handle =
+        ep.dispatch({.num_tokens = ep.config().rank == 0, .topk_idx = {experts, false}, .x = rows_of(x, kRowLength)},
+                    Layout::kRows, 1, {});
+    if (ep.config().rank == 0) {
+      std::vector<float> combined(kRowLength);
+      ep.combine_send(*handle, {}, {});
+      EXPECT_THROW(ep.combine_recv(*handle, combined.data(), {}), PeerTimeout);
+      EXPECT_THROW(ep.raise_reported(), PeerTimeout);  // and it stays that way
+    } else if (ep.config().rank == 1) {
+      ep.refuse_combine(*handle, "bad y", {});
+    }
+    all.arrive_and_wait();
+  });
+}
+
 // ---- negative control: the sanitizer that watches these tests reports a signal without a release
 
 #if defined(__SANITIZE_THREAD__)
 template <Order kStore>
 int pass_a_message() {
   Signal signal;
-  Report report;
+  Reports reports;
   std::remove_pointer_t<decltype(WaitPolicy::poison)> poison = 0;
   int payload = 0;
   HeapView heap{.rank = 0, .num_ranks = 1};
@@ -54,9 +77,9 @@ int pass_a_message() {
     payload = 42;
     atomic_store<kStore, Scope::kSystem>(&signal.word, Signal::pack(1, 0));
   });
-  uint32_t num_reports = 0;
+  uint32_t num_reports[Reports::kNum] = {};
   const WaitPolicy policy{
-      .timeout_ticks = 5 * kClockTicksPerSecond, .report = &report, .num_reports = &num_reports, .poison = &poison};
+      .timeout_ticks = 5 * kClockTicksPerSecond, .reports = &reports, .num_reports = num_reports, .poison = &poison};
   EXPECT_TRUE(wait_for(&signal, 1, {moe_op::kDispatchRecv, moe_kind::kRowWait, 0}, policy, heap));
   const int received = payload;
   sender.join();

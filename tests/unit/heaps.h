@@ -1,6 +1,7 @@
 // The ranks of a test without host objects: one Context each; their heaps are mapped to each other in this process.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <vector>
 
@@ -16,12 +17,12 @@ inline Memory make_memory(size_t nbytes) { return Memory(nbytes / sizeof(CacheLi
 
 struct Heaps {
   std::vector<Context> context;  // [num_ranks]
-  std::vector<Report> report;
-  std::vector<uint32_t> num_reports;
+  std::vector<Reports> reports;
+  std::vector<std::array<uint32_t, Reports::kNum>> num_reports;
   std::vector<Memory> symmetric, local;
 
   explicit Heaps(MoeConfig config)
-      : context(config.num_ranks), report(config.num_ranks), num_reports(config.num_ranks) {
+      : context(config.num_ranks), reports(config.num_ranks), num_reports(config.num_ranks) {
     for (int r = 0; r < config.num_ranks; ++r) {
       config.rank = r;
       Context& c = context[r];
@@ -31,8 +32,8 @@ struct Heaps {
       local.push_back(make_memory(size.local_bytes));
       place_region(c, memory_of(symmetric[r]), memory_of(local[r]));
       c.heap = {.rank = r, .num_ranks = config.num_ranks};
-      c.wait.report = &report[r];
-      c.wait.num_reports = &num_reports[r];
+      c.wait.reports = &reports[r];
+      c.wait.num_reports = num_reports[r].data();
       c.max_shared_bytes = 1 << 20;
     }
     for (Context& c : context) {

@@ -139,9 +139,9 @@ TEST(LlStream, OneWordOfAnotherEpochIsWaitedForInVain) {
     std::vector<float> target(64);
     EXPECT_FALSE(
         receive_ll(Warp{}, c.heap, c.wait, words, row, reinterpret_cast<std::byte*>(target.data()), kEpoch, kSite));
-    EXPECT_EQ(heaps.report[0].reason, Reason::kTimeout);
-    EXPECT_EQ(heaps.report[0].expected_epoch, kEpoch);
-    EXPECT_EQ(heaps.report[0].seen_epoch, (kEpoch - 1) & 0x7fffffff);
+    EXPECT_EQ(heaps.reports[0].failure.reason, Reason::kTimeout);
+    EXPECT_EQ(heaps.reports[0].failure.expected_epoch, kEpoch);
+    EXPECT_EQ(heaps.reports[0].failure.seen_epoch, (kEpoch - 1) & 0x7fffffff);
   }
 }
 

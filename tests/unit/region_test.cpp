@@ -56,7 +56,7 @@ std::vector<Field> local_fields(const Context& context) {
   const size_t lists = std::max<size_t>(r * t * k + e * (kMaxExpertAlignment - 1), e * r * t);
   return {{"epoch", w.epoch.data, b * 8},
           {"errors", w.errors.data, sizeof(ErrorCounters)},
-          {"num_reports", context.services.num_reports.data, 4},
+          {"num_reports", context.services.num_reports.data, 4 * Reports::kNum},
           {"arrivals", w.arrivals.data, b * MoeRegion::kNumLaunches * 4},
           {"tickets", w.tickets.data, b * MoeRegion::kNumQueues * 4},
           {"expert_offsets", w.expert_offsets.data, b * (e + 1) * 4},
@@ -91,7 +91,7 @@ std::vector<Field> fields_of(const CommContext& context, size_t num_ranks, bool 
             {"clock_log", c.clock_log.data, num_ranks * (kMaxClockRounds + 1) * 8},
             {"poison", c.poison.data, sizeof(*c.poison.data)}};
   }
-  return {{"num_reports", s.num_reports.data, 4},
+  return {{"num_reports", s.num_reports.data, 4 * Reports::kNum},
           {"clock_epoch", c.clock_epoch.data, num_ranks * 8},
           {"clock_reading", c.clock_reading.data, num_ranks * sizeof(ClockReading)},
           {"heap", c.heap.data, sizeof(HeapView)}};

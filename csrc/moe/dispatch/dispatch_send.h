@@ -62,12 +62,6 @@ struct QuantizedRows : TokenRows {
   }
 };
 
-// Reports again that an earlier dispatch gave up: its own report is lost if the host had not yet noticed a refusal's.
-MOE_A2A_RARE void report_given_up(const Context& c, int text_slot, uint64_t epoch) {
-  const WaitSite site{moe_op::kDispatchSend, moe_kind::kCreditWait, c.heap.rank, -1, text_slot};
-  write_report(c.wait, c.heap, site, Reason::kPoisoned, poison_of(c.wait), epoch, 0, 0);
-}
-
 struct DispatchSend {
   using Args = DispatchSendArgs;
   static constexpr const char* kName = "dispatch_send";
@@ -132,9 +126,7 @@ struct DispatchSend {
     for (int r = warp.rank(); r < c.heap.num_ranks; r += warp.size()) {
       good &= await_credit(c, buffer, r, epoch - 1, number);
     }
-    if (good && !has_given_up) return true;
-    if (has_given_up && warp.rank() == 0) report_given_up(c, text_slot(c), epoch);
-    return false;
+    return good && !has_given_up;
   }
   // A barrier, before anything is sent; false if the wait for credits gave up. All of the block's threads have read the
   // epoch, so one with little else to do counts the block. The last block of the launch advances the epoch.
