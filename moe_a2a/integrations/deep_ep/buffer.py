@@ -109,7 +109,7 @@ class Buffer(OfExchange):
         """(num_tokens_per_rank int32 [R], None, num_tokens_per_expert int32 [E], is_token_in_rank bool [T, R], event).
 
         Ids out of range count as dropped: the dispatch reports them, on every rank."""
-        wait_for(previous_event)
+        wait_for(previous_event, self._device)
         self._open().check_per_token(topk_idx=topk_idx)
         if topk_idx.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"topk_idx is {topk_idx.dtype} on rank {self.rank}; pass int32 or int64")
@@ -117,7 +117,7 @@ class Buffer(OfExchange):
         self._open().check_num_experts("num_experts", num_experts)
         sizes = num_experts, self.group_size, self.rank
         per_rank, per_expert, in_rank = _core.topk_layout(topk_idx, *sizes, devices.target_of(topk_idx.device))
-        return per_rank, None, per_expert, in_rank, event_if(async_finish)
+        return per_rank, None, per_expert, in_rank, event_if(async_finish, self._device)
 
     @torch.no_grad()
     def dispatch(
@@ -157,14 +157,14 @@ class Buffer(OfExchange):
         if handle is not None:
             exchange.check_handle(handle, high_throughput.Handle, opens=True)
             with exchange.dispatch_again_refused_if_failed(handle):
-                wait_for(previous_event)
+                wait_for(previous_event, self._device)
                 rows, scales = rows_and_scales(self.rank, x)
                 num_blocks = self._blocks(config)
             received = high_throughput.begin_dispatch_again(exchange, rows, scales, handle, num_blocks=num_blocks)()
         else:
             likely = self._likely(x, topk_idx, num_tokens_per_expert, num_worst_tokens)
             with exchange.dispatch_refused_if_failed(likely):
-                wait_for(previous_event)
+                wait_for(previous_event, self._device)
                 rows, scales = rows_and_scales(self.rank, x)
                 num_blocks = self._blocks(config)
                 if topk_idx is None or num_tokens_per_expert is None:
@@ -197,7 +197,7 @@ class Buffer(OfExchange):
             received.topk_weights,
             received.num_tokens_per_expert,
             received.handle,
-            event_if(async_finish),
+            event_if(async_finish, self._device),
         )
 
     @torch.no_grad()
@@ -221,10 +221,10 @@ class Buffer(OfExchange):
         exchange.check_handle(handle, high_throughput.Handle)
         with exchange.combine_refused_if_failed(handle):
             self._refuse("combine", bias=(bias, None))
-            wait_for(previous_event)
+            wait_for(previous_event, self._device)
             num_blocks = self._blocks(config)
         finish = high_throughput.begin_combine_of(exchange, x, handle, topk_weights, num_blocks=num_blocks)
-        return *finish(), event_if(async_finish)
+        return *finish(), event_if(async_finish, self._device)
 
     # ---- rows by expert
 
@@ -288,7 +288,7 @@ class Buffer(OfExchange):
         if cumulative_local_expert_recv_stats is not None:
             hook = _then(hook, lambda: _add(exchange, cumulative_local_expert_recv_stats, received))
         rows = received.x if received.x_scales is None else (received.x, received.x_scales)
-        return rows, received.counts, received.handle, event_if(async_finish), hook
+        return rows, received.counts, received.handle, event_if(async_finish, self._device), hook
 
     @torch.no_grad()
     def low_latency_combine(
@@ -329,7 +329,7 @@ class Buffer(OfExchange):
         combined, hook = low_latency.combine(
             exchange, x, topk_weights, handle, out=out, return_recv_hook=return_recv_hook
         )
-        return combined, event_if(async_finish), hook
+        return combined, event_if(async_finish, self._device), hook
 
     def get_next_low_latency_combine_buffer(self, handle: low_latency.LowLatencyHandle) -> Tensor:
         """A new tensor [E_local, R * T, H] for the experts' rows: low_latency_combine() reads them where they are."""
@@ -350,8 +350,8 @@ class Buffer(OfExchange):
     # ---- the rest
 
     def get_comm_stream(self) -> Any:
-        """The current stream."""
-        return torch.cuda.current_stream()
+        """The current stream of this object's GPU."""
+        return torch.cuda.current_stream(self._device)
 
     def _likely(
         self, x: Any, topk_idx: Any, num_tokens_per_expert: Any, num_worst_tokens: Any

@@ -99,7 +99,7 @@ class ElasticBuffer(RoutedBuffer):
         Returns: (recv_x; recv_topk_idx [n, K], local, -1 for experts elsewhere, None if expanded; recv_topk_weights [n, K], or
         [n] if expanded; handle; event).
         """
-        check = partial(_wait_for_each, previous_event, previous_event_before_epilogue)
+        check = partial(self._wait_for_each, previous_event, previous_event_before_epilogue)
         if handle is not None:
             finish = self._begin_again(
                 handle, x, topk_idx, topk_weights, num_sms, do_expand=do_expand, takes_weights=False, check=check
@@ -122,7 +122,7 @@ class ElasticBuffer(RoutedBuffer):
                 ),
                 check,
             )
-        return *result_of(finish(), use_tma_aligned_col_major_sf), event_if(async_with_compute_stream)
+        return *result_of(finish(), use_tma_aligned_col_major_sf), event_if(async_with_compute_stream, self._device)
 
     @torch.no_grad()
     def combine(
@@ -143,11 +143,10 @@ class ElasticBuffer(RoutedBuffer):
         Args: x: rows as recv_x; topk_weights: as recv_topk_weights; bias: None.
         Returns: (combined_x [num_tokens, H]; topk_weights by token and choice [num_tokens, K], or None; event).
         """
-        check = partial(_wait_for_each, previous_event, previous_event_before_epilogue)
+        check = partial(self._wait_for_each, previous_event, previous_event_before_epilogue)
         combined = self._begin_combine(x, handle, topk_weights, bias, num_sms, check=check)()
-        return *combined, event_if(async_with_compute_stream)
+        return *combined, event_if(async_with_compute_stream, self._device)
 
-
-def _wait_for_each(*events: Any) -> None:
-    for event in events:
-        wait_for(event)
+    def _wait_for_each(self, *events: Any) -> None:
+        for event in events:
+            wait_for(event, self._device)

@@ -80,8 +80,8 @@ class EPBuffer(RoutedBuffer):
         return 1, self.num_ranks
 
     def get_comm_stream(self) -> Any:
-        """The current stream."""
-        return torch.cuda.current_stream()
+        """The current stream of this object's GPU."""
+        return torch.cuda.current_stream(self._device)
 
     @torch.no_grad()
     def dispatch(
@@ -160,7 +160,11 @@ class EPBuffer(RoutedBuffer):
         def finish() -> Result:
             return result_of(begun(), use_tma_aligned_col_major_sf)
 
-        return event_before(finish) if defer_epilogue else (*finish(), event_if(async_with_compute_stream))
+        return (
+            event_before(finish, self._device)
+            if defer_epilogue
+            else (*finish(), event_if(async_with_compute_stream, self._device))
+        )
 
     @torch.no_grad()
     def combine(
@@ -188,7 +192,11 @@ class EPBuffer(RoutedBuffer):
         def finish() -> Combined:
             return begun()
 
-        return event_before(finish) if defer_epilogue else (*finish(), event_if(async_with_compute_stream))
+        return (
+            event_before(finish, self._device)
+            if defer_epilogue
+            else (*finish(), event_if(async_with_compute_stream, self._device))
+        )
 
     # ---- redundant experts
 
@@ -209,7 +217,7 @@ class EPBuffer(RoutedBuffer):
     def _check(
         self, event: Any, is_deferred: bool, is_async: bool, copies: bool = False, reads_again: bool = False
     ) -> None:
-        wait_for(event)
+        wait_for(event, self._device)
         if copies:
             raise ValueError(f"do_handle_copy=True on rank {self.rank_idx}; pass False, and a topk_idx that stays")
         if reads_again:

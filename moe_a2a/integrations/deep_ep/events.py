@@ -1,15 +1,17 @@
-"""Events of the current stream. All calls run there, so what they return is ordered with the caller's own work."""
+"""Events of the current stream. All calls run on that of their object's device, so what they return is ordered with the caller's own
+work there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 
 class EventHandle:
-    """A point on the current stream. Nothing on the CPU, where calls return when they are done."""
+    """A point on the current stream of the current device. Nothing on the CPU, where calls return when they are done."""
 
     def __init__(self) -> None:
         self._event = None
@@ -64,17 +66,26 @@ class EventOverlap:
         self.current_stream_wait(release)
 
 
-def wait_for(previous_event: EventOverlap | None) -> None:
+def wait_for(previous_event: EventOverlap | None, device: torch.device) -> None:
+    """device: here and below, of the object. The thread's current one may be another."""
     if previous_event is not None:
-        previous_event.current_stream_wait()
+        with _current(device):
+            previous_event.current_stream_wait()
 
 
-def event_if(wanted: bool) -> EventOverlap:
-    return EventOverlap(EventHandle() if wanted else None)
+def event_if(wanted: bool, device: torch.device) -> EventOverlap:
+    if not wanted:
+        return EventOverlap()
+    with _current(device):
+        return EventOverlap(EventHandle())
 
 
-def event_before(finish: Callable[[], Any]) -> EventOverlap:
+def event_before(finish: Callable[[], Any], device: torch.device) -> EventOverlap:
     """An event of what has been sent; waiting for it receives the rest and returns it."""
-    event = EventOverlap(EventHandle())
+    event = event_if(True, device)
     event.register_hook_after_wait(finish)
     return event
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

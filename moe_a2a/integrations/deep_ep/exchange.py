@@ -320,6 +320,7 @@ class OfExchange:
     def __init__(self, group: Any, timeout: float, num_buffers: int, explicitly_destroy: bool = False):
         self._exchange: Exchange | None = Exchange(group, timeout, num_buffers)
         self._rank, self._num_ranks = self._exchange.rank, self._exchange.num_ranks
+        self._device = self._exchange.comm.device
         self._at_end = weakref.finalize(self, self._exchange.close)
         self._at_end.atexit = False
         if explicitly_destroy:
