@@ -93,7 +93,9 @@ def _step_by_step(handle: DispatchHandle, weights: ExpertWeights) -> torch.Tenso
 
 def has_group_products(*weights: torch.Tensor) -> bool:
     """Whether PyTorch multiplies the rows of all experts at once, by offsets that the host need not know."""
-    if weights[0].is_cuda and (weights[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability() < (9, 0)):
+    if weights[0].is_cuda and (
+        weights[0].dtype != torch.bfloat16 or torch.cuda.get_device_capability(weights[0].device) < (9, 0)
+    ):
         return False  # PyTorch would read the offsets and multiply expert by expert
     return all(weight.stride(-2) * weight.itemsize % 16 == weight.data_ptr() % 16 == 0 for weight in weights)
 

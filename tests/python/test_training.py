@@ -1,5 +1,7 @@
 """MoELayer in grad mode: its gradients, also compiled."""
 
+import types
+
 import on_device
 import pytest
 import ranks
@@ -112,6 +114,16 @@ def test_group_products_need_rows_of_16_bytes():
     even, odd = torch.empty(2, 8, 16), torch.empty(2, 16, 7)
     assert experts.has_group_products(even)
     assert not experts.has_group_products(even, odd)
+
+
+@on_device.cpu_only
+def test_group_products_ask_the_gpu_of_the_weights(monkeypatch):
+    """Regression: they asked the current one, which may be of another generation."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu=0: (9, 0) if gpu == 1 else (8, 0))
+    weight = types.SimpleNamespace(
+        is_cuda=True, device=1, dtype=torch.bfloat16, itemsize=2, stride=lambda _: 16, data_ptr=lambda: 0
+    )
+    assert experts.has_group_products(weight)
 
 
 class LowRank(nn.Module):
