@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
+#include <optional>
 
 #include "bindings/trace_records.h"
 
@@ -135,6 +136,14 @@ py::dict ClientCore::read_trace() {
   const auto client = open();
   const auto comm = comm_;
   return bindings::read_trace(*client, *comm);
+}
+
+// The last owner may be a Python object, freed with the GIL, or a tensor, which PyTorch frees without. At the
+// interpreter's end nobody else takes the GIL, and it cannot be given up.
+void delete_unlocked(const Client* client) {
+  std::optional<py::gil_scoped_release> unlocked;
+  if (Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
+  delete client;
 }
 
 void* current_stream(at::Device device) {

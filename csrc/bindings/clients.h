@@ -67,11 +67,13 @@ class CommunicatorCore : public ClientCore {
   std::shared_ptr<Communicator> communicator() const { return std::static_pointer_cast<Communicator>(open()); }
 };
 
-// Makes a client without the GIL: to allocate memory may wait for kernels, and these for a rank in another thread.
+// Makes a client, and frees it, without the GIL: allocating or freeing memory may wait for kernels, and these for a
+// rank in another thread.
+void delete_unlocked(const Client* client);
 template <class T, class... Args>
 std::shared_ptr<T> make_unlocked(const Args&... args) {
   const py::gil_scoped_release unlocked;
-  return std::make_shared<T>(args...);
+  return {new T(args...), delete_unlocked};
 }
 
 // PyTorch's current stream of the device; null on the CPU.

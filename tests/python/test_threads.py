@@ -5,6 +5,7 @@ never run if close(), check() or trace() hold the GIL while they wait.
 """
 
 import functools
+import sys
 import threading
 import time
 
@@ -123,6 +124,45 @@ def test_close_ends_the_wait_of_a_combine():
     ep.close()
     assert "close() was called" in str(waiting.join())
     peer.close()
+
+
+def runs_while_freed(owner):
+    """Whether another thread gets the GIL while the owner, the only one of an object's memory, is freed. It gets it only if given."""
+    go, is_parked, runs = threading.Lock(), threading.Lock(), []
+    go.acquire()
+    is_parked.acquire()
+
+    def run():
+        is_parked.release()
+        go.acquire()
+        runs.append(None)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        other = threading.Thread(target=run)
+        other.start()
+        is_parked.acquire()
+        go.release()
+        owner.clear()
+        return bool(runs)
+    finally:
+        sys.setswitchinterval(before)
+        other.join()
+
+
+@on_device.cpu_only
+def test_memory_is_freed_without_the_gil():
+    """Regression: on a GPU that waits for kernels, and they may wait for a rank in another thread, which needs the GIL."""
+
+    def owner():
+        (ep,) = make_objects(1, num_blocks=3)
+        ep.dispatch(*make_inputs(ep, 3))
+        owners = [ep._core.traced_experts()]
+        ep.close()
+        return owners
+
+    assert any(runs_while_freed(owner()) for _ in range(50))  # the other thread may wake too late
 
 
 @on_device.cpu_only
