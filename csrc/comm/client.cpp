@@ -160,6 +160,7 @@ void Client::await_mapping(int peer, std::chrono::steady_clock::time_point start
   const auto seconds = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   uint64_t seen = 0;
   while ((seen = mapped_by(peer)) != handles_digest_ && seconds() < member_.timeout_seconds) {
+    if (closing_) throw std::runtime_error(who + " left set_comm_handles() because close() was called during it");
     if (is_host_interrupted()) throw Interrupted(who + " was interrupted while it waited for " + other + " to connect");
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }

@@ -126,6 +126,17 @@ def test_close_ends_the_wait_of_a_combine():
     peer.close()
 
 
+@on_device.cpu_only
+def test_close_ends_the_wait_for_ranks_that_set_no_handles():
+    """Regression: it waited for the whole timeout."""
+    eps = [moe_a2a.ExpertParallel(moe_a2a.HandleExchange(r, 2), **{**CONFIG, "timeout": TIMEOUT}) for r in range(2)]
+    handles = [ep.get_comm_handle() for ep in eps]
+    waiting = Waiting(lambda: eps[0].set_comm_handles(handles))
+    for ep in eps:
+        ep.close()
+    assert "close() was called" in str(waiting.join())
+
+
 def runs_while_freed(owner):
     """Whether another thread gets the GIL while the owner, the only one of an object's memory, is freed. It gets it only if given."""
     go, is_parked, runs = threading.Lock(), threading.Lock(), []
