@@ -5,9 +5,8 @@
 namespace moe_a2a::bindings {
 namespace {
 
-constexpr int kGranularity = 16;                                       // of hidden and intermediate_hidden
-constexpr int kRowAlignment = 16;                                      // bytes
-constexpr int64_t kMostScales = std::numeric_limits<uint32_t>::max();  // 32-bit offsets in the kernel
+constexpr int kGranularity = 16;   // of hidden and intermediate_hidden
+constexpr int kRowAlignment = 16;  // bytes
 
 // Called with texts that only an error needs: every product passes these checks.
 [[noreturn]] void refuse(const std::string& what, const std::string& remedy) { raise_value(kNoRank, what, remedy); }
@@ -106,11 +105,6 @@ void check_float8(const GroupedGemmTensors& t, const Activation& activation, at:
   if (t.x_scales->size(0) > 0 && t.x_scales->stride(1) != 1 && num_scales > 1) {
     refuse("x_scales has strides " + text_of(t.x_scales->strides()) + ", expected rows of dense elements",
            "pass x_scales.contiguous()");
-  }
-  if (t.x_scales->size(0) * t.x_scales->stride(0) >= kMostScales || t.w_scales->numel() >= kMostScales) {
-    refuse("x_scales " + text_of(t.x_scales->sizes()) + " with strides " + text_of(t.x_scales->strides()) +
-               " or w_scales " + text_of(t.w_scales->sizes()) + " spans 2^32 values or more",
-           "split the call");
   }
   check_scales(*t.w_scales, "w_scales", {t.w.size(0), halves * ((t.w.size(1) / halves + 127) / 128), num_scales},
                "one per 128 rows and 128 columns of an expert's w, gate and up separate");

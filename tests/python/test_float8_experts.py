@@ -166,6 +166,23 @@ def test_rows_and_scales_may_lie_apart(session_seed):
     assert torch.equal(out, expected)
 
 
+@on_device.cpu_only
+def test_scales_may_lie_2_to_the_32_apart(tmp_path):
+    """Regression: they were refused, for offsets of 32 bits that the kernels no longer have. In a sparse file."""
+    distance, type_ = 2**32, float8_dtype(DEVICE)
+    memory = torch.from_file(str(tmp_path / "scales"), shared=True, size=distance + 1, dtype=torch.float32)
+    memory[0], memory[distance] = 1, 2
+    out = moe_a2a.grouped_gemm(
+        torch.ones(2, 128).to(type_),
+        None,
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.ones(1, 16, 128).to(type_),
+        x_scales=memory.as_strided((2, 1), (distance, 1)),
+        w_scales=torch.ones(1, 1, 1),
+    )
+    assert out.tolist() == [[128] * 16, [256] * 16]
+
+
 def test_same_inputs_same_bits(session_seed):
     case = Case(ROUTINGS["random"], 384, 544, True, session_seed)
     first, scales = case.call(quantize_output=True)
