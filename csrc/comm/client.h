@@ -122,6 +122,10 @@ class Client {
   // Throws only what has put the object out of use: a refusal does not forbid the next call.
   void raise_timeouts();
   void leave_if_interrupted();
+  // Called after a launch that waits for no rank: a signal that came meanwhile is this call's, but close() lets it end.
+  void leave_if_signalled() {
+    if (!closing_) leave_if_interrupted();
+  }
   // No peer has mapped this rank, or all have been told that it has left.
   bool nobody_waits() const { return is_closed() || interrupted_ || !connected_; }
 

@@ -240,15 +240,15 @@ void ExpertParallel::gather_rows(const DispatchHandle& handle, void* expert_x, f
                                  bool scales_by_column, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "the expert layout");
-  launch(GatherRowsArgs{.context = context_of(handle),
-                        .buffer = handle.buffer,
-                        .layout = handle.layout,
-                        .row_dtype = config().row_dtype(handle.format),
-                        .num_positions = num_positions(handle),
-                        .expert_x = static_cast<std::byte*>(expert_x),
-                        .expert_x_scales = expert_x_scales,
-                        .scales_by_column = scales_by_column},
-         independent_blocks(place), place.stream);
+  launch_alone(GatherRowsArgs{.context = context_of(handle),
+                              .buffer = handle.buffer,
+                              .layout = handle.layout,
+                              .row_dtype = config().row_dtype(handle.format),
+                              .num_positions = num_positions(handle),
+                              .expert_x = static_cast<std::byte*>(expert_x),
+                              .expert_x_scales = expert_x_scales,
+                              .scales_by_column = scales_by_column},
+               place);
 }
 
 void ExpertParallel::recv_topk(const DispatchHandle& handle, RecvTopkArgs args, const LaunchPlace& place) {
@@ -256,14 +256,13 @@ void ExpertParallel::recv_topk(const DispatchHandle& handle, RecvTopkArgs args, 
   require(handle, {Stage::kReceived}, "recv_topk");
   args.context = context_of(handle);
   args.buffer = handle.buffer;
-  launch(args, independent_blocks(place), place.stream);
+  launch_alone(args, place);
 }
 
 void ExpertParallel::set_term_weights(const DispatchHandle& handle, const float* weights, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "set_term_weights");
-  launch(TermWeightsArgs{.context = context_of(handle), .buffer = handle.buffer, .weights = weights},
-         independent_blocks(place), place.stream);
+  launch_alone(TermWeightsArgs{.context = context_of(handle), .buffer = handle.buffer, .weights = weights}, place);
 }
 
 void ExpertParallel::weighted_grads(const DispatchHandle& handle, const WeightedRows& y, void* grad_y,
@@ -271,15 +270,15 @@ void ExpertParallel::weighted_grads(const DispatchHandle& handle, const Weighted
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "a combine's backward pass");
   const Rows target = {static_cast<std::byte*>(grad_y), config().row_bytes(config().dtype)};
-  launch(WeightedGradsArgs{.context = context_of(handle),
-                           .buffer = handle.buffer,
-                           .num_positions = y.num_rows,
-                           .y = y.rows,
-                           .weights = y.weights,
-                           .grad_y = static_cast<std::byte*>(grad_y),
-                           .grad_weights = grad_weights,
-                           .vector_rows = allows_vectors(y.rows) && allows_vectors(target)},
-         independent_blocks(place), place.stream);
+  launch_alone(WeightedGradsArgs{.context = context_of(handle),
+                                 .buffer = handle.buffer,
+                                 .num_positions = y.num_rows,
+                                 .y = y.rows,
+                                 .weights = y.weights,
+                                 .grad_y = static_cast<std::byte*>(grad_y),
+                                 .grad_weights = grad_weights,
+                                 .vector_rows = allows_vectors(y.rows) && allows_vectors(target)},
+               place);
 }
 
 void ExpertParallel::simulated_experts(const DispatchHandle& handle, const ExpertScales& scales, void* sums,
@@ -287,13 +286,13 @@ void ExpertParallel::simulated_experts(const DispatchHandle& handle, const Exper
   const CallGate::Turn turn = gate_.enter();
   require(handle, {Stage::kReceived}, "simulated_experts");
   const Rows rows = {static_cast<std::byte*>(sums), config().row_bytes(config().dtype)};
-  launch(SimulatedExpertsArgs{.context = context_of(handle),
-                              .buffer = handle.buffer,
-                              .layout = handle.layout,
-                              .scales = scales,
-                              .sums = static_cast<std::byte*>(sums),
-                              .vector_rows = allows_vectors(rows) && allows_vectors(scales)},
-         independent_blocks(place), place.stream);
+  launch_alone(SimulatedExpertsArgs{.context = context_of(handle),
+                                    .buffer = handle.buffer,
+                                    .layout = handle.layout,
+                                    .scales = scales,
+                                    .sums = static_cast<std::byte*>(sums),
+                                    .vector_rows = allows_vectors(rows) && allows_vectors(scales)},
+               place);
 }
 
 CombineSendArgs ExpertParallel::send_args(const DispatchHandle& handle, const CombineInput& input) const {

@@ -167,6 +167,12 @@ class ExpertParallel : public Client {
   int blocks(const LaunchPlace& place, int by_table) const;
   int combine_blocks(int num_tokens, const CombineInput& input, const LaunchPlace& place) const;
   int independent_blocks(const LaunchPlace& place) const;
+  // A launch that waits for no rank.
+  template <class Args>
+  void launch_alone(const Args& args, const LaunchPlace& place) {
+    launch(args, independent_blocks(place), place.stream);
+    leave_if_signalled();
+  }
   bool launches_halves() const;
   bool allows_vectors(const Rows& rows) const;  // 16-byte loads and stores
   bool allows_vectors(const ExpertScales& scales) const {

@@ -141,6 +141,25 @@ TEST(ExpertParallel, NothingWorksAfterCloseOrBeforeConnect) {
   expect_says(message_of([&] { unconnected.connect({unconnected.handle()}); }), "already set");
 }
 
+struct Interruptible : ExpertParallel {
+  using ExpertParallel::ExpertParallel;
+  void interrupt() { device_->interrupt(); }
+};
+
+TEST(ExpertParallel, ASignalDuringALocalKernelEndsThatCall) {
+  const MoeConfig config = config_of_one(2);
+  Interruptible ep(alone(), config);
+  ep.connect({ep.handle()});
+  const std::vector<int32_t> topk_idx(kTopk);
+  const std::vector<float> x(kHidden, 1.5f);
+  const auto handle = ep.dispatch({.num_tokens = 1, .topk_idx = {topk_idx.data(), false}, .x = rows_of(x, kHidden)},
+                                  Layout::kExpertMajor, 1, {});
+  std::vector<float> expert_x(ep.num_positions(*handle) * kHidden);
+  ep.interrupt();  // as the thread that launches does when a handler has raised
+  EXPECT_THROW(ep.gather_rows(*handle, expert_x.data(), nullptr, false, {}), Interrupted);
+  expect_says(message_of([&] { ep.check(); }), "an earlier call was interrupted");
+}
+
 TEST(ExpertParallel, CountsIdsOutOfRangeAndShortY) {
   Rank rank;
   rank.topk_idx[3] = 99;
