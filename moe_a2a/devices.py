@@ -118,6 +118,14 @@ def check_one_rank_per_gpu(identities: list[str | None]) -> None:
             )
 
 
+def keep_for_current_stream(*tensors: torch.Tensor) -> None:
+    """For tensors of our own that a later call uses, perhaps on another stream than the one they were made on: PyTorch's allocator then
+    reuses their memory only after what the current stream has queued. Callers do so for theirs."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def default_device_type() -> str:
     """The type of default_device(), without touching a GPU."""
     if (named := _device_of_environment()) is not None:

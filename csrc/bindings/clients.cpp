@@ -151,6 +151,12 @@ void* current_stream(at::Device device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
 }
 
+void keep_for_current_stream(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return;
+  const c10::impl::VirtualGuardImpl guard(tensor.device().type());
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
+}
+
 void bind_communicator(py::module_& m) {
   py::class_<ClientCore>(m, "Client")
       .def("comm_handle", &ClientCore::comm_handle)

@@ -78,6 +78,9 @@ std::shared_ptr<T> make_unlocked(const Args&... args) {
 
 // PyTorch's current stream of the device; null on the CPU.
 void* current_stream(at::Device device);
+// PyTorch's allocator reuses the tensor's memory only after what is queued on that stream, even if it was made on
+// another.
+void keep_for_current_stream(const at::Tensor& tensor);
 
 void bind_communicator(py::module_& m);
 

@@ -260,6 +260,7 @@ class Core : public ClientCore {
                              bool presummed, int codec, const OptionalTensor& sum_index) const {
     const bool is_packed = presummed && sum_index.has_value();
     const Rows rows = checked_y(core, device_, handle, y, presummed, is_packed);
+    if (is_packed) keep_for_current_stream(*sum_index);  // the caller, who may use another stream, does not have it
     return {rows, y.numel() / core.config().hidden, presummed, static_cast<LineCodec>(codec),
             is_packed ? sum_index->const_data_ptr<int32_t>() : nullptr};
   }

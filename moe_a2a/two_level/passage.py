@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_a2a import block_scales
+from moe_a2a import block_scales, devices
 
 ALIGNMENT = 16  # bytes; the kernels copy rows that start at such addresses by vectors
 
@@ -107,6 +107,7 @@ class Passage:
 
     def add_up(self, sums: Tensor) -> Tensor:
         """[num_tokens, H]: for each token the sum over its nodes, ascending, of their `sums` [n, H], in fp32, rounded once."""
+        devices.keep_for_current_stream(self.tokens)
         total = torch.zeros(self.num_tokens, sums.shape[1], dtype=torch.float32, device=sums.device)
         for tokens, rows in zip(self.tokens.split(self.num_sent), sums.split(self.num_sent), strict=True):
             total.index_add_(0, tokens, rows.float())  # a token occurs once

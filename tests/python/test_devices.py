@@ -120,3 +120,12 @@ def test_processes_may_share_a_gpu_if_they_are_told_so_and_threads_may_not(monke
     assert identity(7) == identity(7) != identity(8)
     with pytest.raises(ValueError, match="ranks 0 and 2 are both on GPU 5c1e-77 in process 7"):
         devices.check_one_rank_per_gpu([identity(7), identity(8), identity(7)])
+
+
+def test_memory_is_kept_for_the_stream_of_its_gpu(monkeypatch):
+    """PyTorch knows only the stream on which a tensor was made: without it, its memory is reused while another still reads."""
+    kept = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    on_gpu = types.SimpleNamespace(is_cuda=True, device="cuda:1", record_stream=kept.append)
+    devices.keep_for_current_stream(torch.zeros(1), on_gpu)
+    assert kept == ["stream of cuda:1"]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_a2a import _core, arguments, block_scales, calls
+from moe_a2a import _core, arguments, block_scales, calls, devices
 from moe_a2a.collectives import Collectives
 from moe_a2a.communicator import Communicator
 from moe_a2a.expert_parallel import ExpertParallel
@@ -204,6 +204,7 @@ class Exchange:
         """Sends the rows and, unless `deferred`, receives them; returns a function that gives the received handle.
         expert_alignment: None: layout="rows", else "expert_major"."""
         self.make_room(ep)
+        devices.keep_for_current_stream(topk_idx)
         order: dict[str, Any] = {} if expert_alignment is None else {"layout": "expert_major"}
         order["expert_alignment"] = expert_alignment
         sent: dict[str, Any] = {"x_scales": x_scales, "num_blocks": num_blocks}

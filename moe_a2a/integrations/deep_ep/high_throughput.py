@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_a2a import arguments, calls
+from moe_a2a import arguments, calls, devices
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table
@@ -38,6 +38,7 @@ class Handle(Routing):
 
     def packed(self, rows: Tensor) -> Tensor:
         """rows: [R * T, ...]. The contents of packed rows that were none are any."""
+        devices.keep_for_current_stream(self.row_index)
         index = self.row_index if self.is_exact else self.row_index.clamp(max=len(rows) - 1)
         return rows.index_select(0, index)
 
@@ -182,6 +183,7 @@ def begin_combine_of(
             return combined_x, None
         with calls.refused_if_failed(exchange.collectives):
             handle.check_packed("topk_weights", topk_weights, ep.num_topk, arguments.ROW_DTYPES)
+            devices.keep_for_current_stream(handle.row_index)
             num_rows = ep.num_ranks * ep.num_max_tokens_per_rank
             by_choice = topk_weights.new_zeros(num_rows + 1, ep.num_topk)
             by_choice.index_copy_(0, handle.row_index, topk_weights)
