@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "arch/device.h"
+#include "arch/device_switch.h"
 #include "arch/live_memory.h"
 #include "arch/out_of_memory.h"
 
@@ -20,16 +21,28 @@ inline void check(MOE_A2A_GPU(Error_t) error, const char* what) {
 // Makes a device current and restores the caller's: PyTorch's current device is not ours to change.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) {
-    (void)MOE_A2A_GPU(GetDevice)(&before_);
-    if (before_ != device) check(MOE_A2A_GPU(SetDevice)(device), "selecting the device");
+  explicit DeviceGuard(int device) : switch_(device_switch()) {
+    if (switch_.exchange != nullptr) {
+      before_ = switch_.exchange(device);
+    } else {
+      (void)MOE_A2A_GPU(GetDevice)(&before_);
+      if (before_ != device) check(MOE_A2A_GPU(SetDevice)(device), "selecting the device");
+    }
     changed_ = before_ != device;
   }
   ~DeviceGuard() {
-    if (changed_) (void)MOE_A2A_GPU(SetDevice)(before_);
+    if (!changed_) return;
+    if (switch_.restore != nullptr) {
+      switch_.restore(before_);
+    } else {
+      (void)MOE_A2A_GPU(SetDevice)(before_);
+    }
   }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
+  const DeviceSwitch& switch_;
   int before_ = 0;
   bool changed_ = false;
 };

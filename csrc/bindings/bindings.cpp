@@ -21,6 +21,7 @@ PYBIND11_MODULE(_core, m) {
   bind_config(m);
   translate_errors();
   watch_signals();
+  switch_devices_like_pytorch();
   bind_trace_export(m);
   m.def("trace_kinds", &trace_kinds);
   m.def("trace_operations", &trace_operations);

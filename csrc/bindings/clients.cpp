@@ -5,6 +5,7 @@
 #include <cstring>
 #include <optional>
 
+#include "arch/device_switch.h"
 #include "bindings/trace_records.h"
 
 namespace moe_a2a::bindings {
@@ -21,6 +22,11 @@ std::unique_ptr<CommunicatorCore> make_communicator(int rank, int num_ranks, con
                       .timeout_seconds = timeout};
   return std::make_unique<CommunicatorCore>(make_unlocked<Communicator>(member, is_ordered), device);
 }
+
+c10::impl::VirtualGuardImpl gpus() { return c10::impl::VirtualGuardImpl(at::kCUDA); }
+at::Device gpu(int index) { return {at::kCUDA, static_cast<at::DeviceIndex>(index)}; }
+int exchange_gpu(int index) { return gpus().exchangeDevice(gpu(index)).index(); }
+void restore_gpu(int index) { gpus().uncheckedSetDevice(gpu(index)); }
 
 }  // namespace
 
@@ -145,6 +151,8 @@ void delete_unlocked(const Client* client) {
   if (Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
   delete client;
 }
+
+void switch_devices_like_pytorch() { set_device_switch({.exchange = exchange_gpu, .restore = restore_gpu}); }
 
 void* current_stream(at::Device device) {
   if (device.is_cpu()) return nullptr;

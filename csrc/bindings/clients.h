@@ -76,6 +76,9 @@ std::shared_ptr<T> make_unlocked(const Args&... args) {
   return {new T(args...), delete_unlocked};
 }
 
+// Lets our calls change the current GPU as PyTorch's operators do; see arch/device_switch.h.
+void switch_devices_like_pytorch();
+
 // PyTorch's current stream of the device; null on the CPU.
 void* current_stream(at::Device device);
 // PyTorch's allocator reuses the tensor's memory only after what is queued on that stream, even if it was made on

@@ -1,0 +1,14 @@
+#include "arch/device_switch.h"
+
+namespace moe_a2a {
+namespace {
+
+DeviceSwitch installed;
+
+}  // namespace
+
+void set_device_switch(const DeviceSwitch& functions) { installed = functions; }
+
+const DeviceSwitch& device_switch() { return installed; }
+
+}  // namespace moe_a2a
