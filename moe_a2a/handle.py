@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moe_a2a import arguments, block_scales
+from moe_a2a import arguments, block_scales, devices
 
 
 class AnyExpertParallel(Protocol):
@@ -236,6 +236,8 @@ class DispatchHandle:
             )
         if self._expert_x is None:
             self._expert_x = self._core.gather_rows(self._handle, self.row_dtype, self._num_blocks)
+        else:
+            devices.keep_for_current_stream(*(x for x in self._expert_x if x is not None))
         return self._expert_x
 
     @property

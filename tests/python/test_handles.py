@@ -7,6 +7,8 @@ import torch
 from small_calls import CONFIG, all_inputs, expected_output, experts, good_call, make_inputs
 
 import moe_a2a
+from moe_a2a import devices
+from moe_a2a.experts import swiglu_experts
 
 pytestmark = on_device.TESTS
 
@@ -27,6 +29,22 @@ def ep_is_closed(ep):
     except RuntimeError as error:
         return "closed" in str(error)
     return False
+
+
+@on_device.cpu_only
+def test_expert_x_is_kept_for_every_stream_that_reads_it(monkeypatch):
+    """It is made once, on the stream of the first read; experts() may read it on another, and then the handle is dropped."""
+    kept = []
+    monkeypatch.setattr(devices, "keep_for_current_stream", lambda *tensors: kept.extend(tensors))
+    (group,) = moe_a2a.thread_group(1)
+    with moe_a2a.ExpertParallel(group, **CONFIG) as ep:
+        handle = ep.dispatch(*make_inputs(ep), layout="expert_major")
+        expert_x = handle.expert_x
+        assert not kept
+        gate_up, down = torch.ones(ep.num_local_experts, 8, ep.hidden), torch.ones(ep.num_local_experts, ep.hidden, 4)
+        swiglu_experts(handle, gate_up, down)
+        assert len(kept) == 1 and kept[0] is expert_x
+        handle.release()
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])

@@ -34,6 +34,7 @@ class Handle(Routing):
     @property
     def is_mine(self) -> Tensor:
         """bool [num_rows, K]: which choices of a row's token are experts of this rank."""
+        devices.keep_for_current_stream(self.ids)
         return self.ids >= 0
 
     def packed(self, rows: Tensor) -> Tensor:
