@@ -3,10 +3,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <cstring>
-#include <optional>
 
 #include "arch/device_switch.h"
 #include "bindings/trace_records.h"
+#include "bindings/unlocked.h"
 
 namespace moe_a2a::bindings {
 namespace {
@@ -144,11 +144,9 @@ py::dict ClientCore::read_trace() {
   return bindings::read_trace(*client, *comm);
 }
 
-// The last owner may be a Python object, freed with the GIL, or a tensor, which PyTorch frees without. At the
-// interpreter's end nobody else takes the GIL, and it cannot be given up.
+// The last owner may be a Python object, freed with the GIL, or a tensor, which PyTorch frees without.
 void delete_unlocked(const Client* client) {
-  std::optional<py::gil_scoped_release> unlocked;
-  if (Py_IsInitialized() && PyGILState_Check()) unlocked.emplace();
+  const Unlocked unlocked;
   delete client;
 }
 

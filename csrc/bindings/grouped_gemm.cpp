@@ -12,6 +12,7 @@
 #include "bindings/grouped_gemm_arguments.h"
 #include "bindings/signals.h"
 #include "bindings/tensors.h"
+#include "bindings/unlocked.h"
 
 namespace moe_a2a::bindings {
 namespace {
@@ -68,6 +69,7 @@ GroupedGemmPlace product_place(const std::string& target, const at::Device& devi
 
 at::Tensor zeroed_counters(const GroupedGemmPlace& place, const at::Device& device, int64_t num) {
   const at::Tensor counters = make_tensor({.rank = kNoRank, .device = device}, {num}, at::kInt);
+  const Unlocked unlocked;  // a thread's first product loads its kernels, which may wait for those that run
   clear(place, counters.mutable_data_ptr(), counters.nbytes());
   return counters;
 }

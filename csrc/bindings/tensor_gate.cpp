@@ -6,6 +6,8 @@
 
 #include <sstream>
 
+#include "bindings/unlocked.h"
+
 namespace moe_a2a::bindings {
 namespace {
 
@@ -171,7 +173,10 @@ void count_write(const at::Tensor& tensor) {
 }
 
 at::Tensor make_tensor(const Place& place, at::IntArrayRef shape, at::ScalarType type) {
-  at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(type).device(place.device));
+  const at::Tensor tensor = [&] {
+    const Unlocked unlocked;  // PyTorch may have to ask the device for memory
+    return at::empty(shape, at::TensorOptions().dtype(type).device(place.device));
+  }();
   check_plain(place, tensor, "the result that PyTorch allocates");
   return tensor;
 }
