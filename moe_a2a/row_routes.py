@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,9 +40,9 @@ def packed_topk(
     return topk
 
 
-def make_unweighted(core: Any, handle: Any) -> None:
+def make_unweighted(handle: DispatchHandle) -> None:
     """Lets combine() add the rows as they are: it reads the weights of a row's terms, not route_weights."""
-    core.term_weights(handle).fill_(1.0)
+    handle._core.term_weights(handle._handle).fill_(1.0)
 
 
 def worst_num_rows(ep: Owner, num_max_tokens: int, alignment: int, capacity_factor: float = 1.0) -> int:

@@ -246,7 +246,7 @@ class _Exchange:
                     if arguments.checked_bool(self.ep.rank, "weighted", weighted):
                         self._check_unchanged(weights)
                     else:
-                        make_unweighted(handle._core, handle._handle)
+                        make_unweighted(handle)
             return self.ep.combine(y, handle, wire=wire)
 
     def _count_rows(self) -> int:
@@ -310,7 +310,7 @@ class _Exchange:
             with calls.refused_if_failed(collectives):
                 table = self._by_choice(handle, grad_weights)
                 grad_rows = grad_rows.contiguous()
-                make_unweighted(handle._core, handle._handle)
+                make_unweighted(handle)
             grad_topk_weights = collectives.reduce_scatter(table)[: len(topk_idx)]
             return self.ep.combine(grad_rows, handle), grad_topk_weights
 

@@ -180,7 +180,7 @@ def begin_combine_of(
         if topk_weights is not None:
             check_table(ep.rank, names[1], topk_weights, [handle.num_rows], "as dispatch() returned", ROW_DTYPES)
             table = handle.by_choice(topk_weights) if handle.carries_choices else None
-        make_unweighted(opened._core, opened._handle)
+        make_unweighted(opened)
     sums = begin_combine(x, handle, deferred=deferred, num_blocks=num_blocks)
 
     def finish() -> Combined:

@@ -223,7 +223,7 @@ class PrepareRoutes(PrepareAndFinalize):
         positions = torch.arange(num_routes, device=x.device)
         local_ids = torch.searchsorted(handle.expert_offsets[1:].contiguous(), positions, right=True)
         weights = handle.route_weights[:num_routes, None].clone()
-        row_routes.make_unweighted(handle._core, handle._handle)  # the experts apply them
+        row_routes.make_unweighted(handle)  # the experts apply them
         return handle, handle.expert_x[:num_routes], None, local_ids[:, None], weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
