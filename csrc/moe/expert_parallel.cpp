@@ -131,10 +131,10 @@ bool ExpertParallel::allows_vectors(const Rows& rows) const {
 // ---- the steps
 
 DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, const DispatchHandle& handle,
-                                           DispatchNumber number) const {
+                                           const LaunchPlace& place) const {
   return {.context = context_of(handle),
           .buffer = handle.buffer,
-          .number = number,
+          .number = for_kernels(handle.number, place),
           .num_tokens = input.num_tokens,
           .topk_idx = input.topk_idx,
           .topk_weights = input.topk_weights,
@@ -145,10 +145,10 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, const Dis
           .vector_rows = allows_vectors(input.x)};
 }
 
-DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, uint64_t number) const {
+DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, const LaunchPlace& place) const {
   return {.context = context_of(handle),
           .buffer = handle.buffer,
-          .number = number,
+          .number = for_kernels(handle.number, place).number,
           .layout = handle.layout,
           .expert_alignment = handle.expert_alignment,
           .format = handle.format};
@@ -172,7 +172,7 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch_send(const DispatchInpu
   raise_waits();
   const int buffer = next_buffer(place), num_blocks = dispatch_blocks(input.num_tokens, place);
   auto handle = make_handle(input, buffer);
-  launch(send_args(input, *handle, number_of_next(buffer, place)), num_blocks, place.stream);
+  launch(send_args(input, *handle, place), num_blocks, place.stream);
   if (device_->is_synchronous()) {
     try {
       raise_waits();
@@ -192,8 +192,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, {Stage::kSent}, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  const uint64_t number = device_->is_capturing(place.stream) ? 0 : handle.number.number;
-  launch(recv_args(handle, number), dispatch_blocks(handle.num_tokens, place), place.stream);
+  launch(recv_args(handle, place), dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -221,9 +220,8 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   handle->layout = layout;
   handle->expert_alignment = expert_alignment;
   handle->stage = Stage::kReceived;
-  const DispatchNumber number = number_of_next(buffer, place);
-  launch(DispatchArgs{.send = send_args(input, *handle, number),
-                      .recv = recv_args(*handle, number.number),
+  launch(DispatchArgs{.send = send_args(input, *handle, place),
+                      .recv = recv_args(*handle, place),
                       .num_send_blocks = dispatch_senders(num_blocks)},
          num_blocks, place.stream);
   buffers_.take(buffer, handle);
@@ -313,7 +311,7 @@ CombineRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, void* co
   return {.context = context_of(handle),
           .buffer = handle.buffer,
           .num_tokens = handle.num_tokens,
-          .number = device_->is_capturing(place.stream) ? 0 : handle.number.number,
+          .number = for_kernels(handle.number, place).number,
           .attempt = handle.attempt,
           .seen = handle.seen,
           .combined_x = static_cast<std::byte*>(combined_x),

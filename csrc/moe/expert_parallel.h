@@ -153,13 +153,16 @@ class ExpertParallel : public Client {
  private:
   int find_buffer(const LaunchPlace& place);  // -1: all are open
   int next_buffer(const LaunchPlace& place);
-  DispatchNumber number_of_next(int buffer, const LaunchPlace& place) const;
+  // The hosts do not count the replays of captured graphs.
+  DispatchNumber for_kernels(const DispatchNumber& number, const LaunchPlace& place) const {
+    return device_->is_capturing(place.stream) ? DispatchNumber{} : number;
+  }
   void refuse_any_buffer(const std::string& why, const LaunchPlace& place);
   std::shared_ptr<DispatchHandle> make_handle(const DispatchInput& input, int buffer) const;
   Context context_of(const DispatchHandle& handle) const { return context_.with_bound(handle.num_max_tokens_per_rank); }
-  DispatchSendArgs send_args(const DispatchInput& input, const DispatchHandle& handle, DispatchNumber number) const;
+  DispatchSendArgs send_args(const DispatchInput& input, const DispatchHandle& handle, const LaunchPlace& place) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
-  DispatchRecvArgs recv_args(const DispatchHandle& handle, uint64_t number) const;
+  DispatchRecvArgs recv_args(const DispatchHandle& handle, const LaunchPlace& place) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x, const LaunchPlace& place) const;
   void keep_own_sums(DispatchHandle& handle, const CombineSendArgs& send);
   void finish_combine(DispatchHandle& handle);

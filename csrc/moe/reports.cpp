@@ -15,10 +15,11 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
   if (nobody_waits()) return;
   const int buffer = find_buffer(place);
   if (buffer < 0) return refuse_any_buffer(why, place);
-  launch(
-      RefuseDispatchArgs{
-          .context = context_, .buffer = buffer, .number = number_of_next(buffer, place), .text = to_refusal_text(why)},
-      1, place.stream);
+  launch(RefuseDispatchArgs{.context = context_,
+                            .buffer = buffer,
+                            .number = for_kernels(buffers_.number_of_next(buffer), place),
+                            .text = to_refusal_text(why)},
+         1, place.stream);
   if (device_->is_synchronous()) {
     try {
       raise_waits();
@@ -67,11 +68,6 @@ void ExpertParallel::refuse_any_buffer(const std::string& why, const LaunchPlace
       RefuseAnyBufferArgs{.context = context_, .number = buffers_.num_dispatches() + 1, .text = to_refusal_text(why)},
       1, place.stream);
   buffers_.refuse();
-}
-
-// The hosts do not count the replays of captured graphs.
-DispatchNumber ExpertParallel::number_of_next(int buffer, const LaunchPlace& place) const {
-  return device_->is_capturing(place.stream) ? DispatchNumber{} : buffers_.number_of_next(buffer);
 }
 
 void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, const std::string& why) {
