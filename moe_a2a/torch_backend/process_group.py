@@ -33,7 +33,7 @@ from moe_a2a.torch_backend.tensors import (
     reduce_scatter_list,
     takes,
 )
-from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, work_done
+from moe_a2a.torch_backend.work import BarrierWork, CallThread, RecentWorks, StreamWork, Work
 from moe_a2a.two_level.collectives import TwoLevelCollectives
 from moe_a2a.untraced import untraced
 
@@ -313,7 +313,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         find(device)  # Collectives are made on the current stream
         if waits_at_once:  # on the caller's stream, like any kernel of its own
             run()
-            return work_done(results)
+            return Work(results)
         with self._lock:
             stream = self._streams.get(device) or self._streams.setdefault(device, torch.cuda.Stream(device))
         return self._recent.keep(StreamWork.begin(stream, run, tensors, results))

@@ -24,7 +24,8 @@ EXIT_SECONDS = 5.0  # how long an exiting process waits for its queued calls
 
 
 class Work(_TorchWork):
-    """A call that writes `results`; DistributedDataParallel gets them from a future."""
+    """A call that writes `results`; DistributedDataParallel gets them from a future. This class: the call has returned; on a
+    GPU its kernels are queued on the current stream."""
 
     def __init__(self, results: list[torch.Tensor]):
         super().__init__()
@@ -58,11 +59,6 @@ class Work(_TorchWork):
 
     def result(self) -> list[torch.Tensor]:
         return self._results
-
-
-def work_done(results: list[torch.Tensor]) -> Work:
-    """The work of a call that has returned; on a GPU its kernels are queued on the current stream."""
-    return Work(results)
 
 
 class StreamWork(Work):
@@ -247,7 +243,7 @@ class CallThread:
     def run(self, call: Callable[[], Any], results: list[torch.Tensor], waits_at_once: bool) -> Work:
         if os.getpid() != self._pid:  # and the lock may be one that nobody here holds
             call()
-            return work_done(results)
+            return Work(results)
         in_inference_mode = torch.is_inference_mode_enabled()
 
         def call_as_here() -> None:
@@ -258,7 +254,7 @@ class CallThread:
         own = threading.get_ident()
         if waits_at_once and self._runner == own:  # within a call, from a signal handler or a finaliser
             call()
-            return work_done(results)
+            return Work(results)
         with self._changed:
             if not waits_at_once or self._runner is not None or self._is_any_queued():
                 work = ThreadWork(results)
@@ -273,7 +269,7 @@ class CallThread:
             with self._changed:
                 self._runner = None
                 self._find_a_thread()
-        return work_done(results)
+        return Work(results)
 
     def close(self, seconds: float | None = None) -> None:
         """Waits for the call that a caller's thread runs, for queued calls and the callbacks of their futures. With `seconds`,
