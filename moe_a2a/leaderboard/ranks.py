@@ -74,12 +74,12 @@ class SubmissionRanks:
         self._num_cases += 1
         own = [(rank, weights[rank]) for rank in range(self.num_ranks)]
         arguments = (f"case {self._num_cases}", case.without_seed(), self.device_type, SECONDS_TO_BEGIN)
-        self._run(rank_program.begin_case, *arguments, limit=SECONDS_TO_BEGIN, own=own)
+        self.run(rank_program.begin_case, *arguments, limit=SECONDS_TO_BEGIN, own=own)
 
     def end_case(self) -> None:
         """Also called after a failure, when there is nothing left to end."""
         if self._processes is not None and not self._processes.is_closed:
-            self._run(rank_program.end_case, limit=SECONDS_TO_BEGIN)
+            self.run(rank_program.end_case, limit=SECONDS_TO_BEGIN)
 
     def _start(self) -> None:
         preload(FORK_SERVER, rank_program.__name__, PRELOADED)
@@ -92,7 +92,7 @@ class SubmissionRanks:
             prepare=_Prepared(self.num_ranks, OpenFile(self._page)),
         )
         self._groups = self._processes.pids
-        self._run(rank_program.load, self._problem_name, self._submission, limit=SECONDS_TO_START)
+        self.run(rank_program.load, self._problem_name, self._submission, limit=SECONDS_TO_START)
 
     # ---- calls
 
@@ -101,7 +101,7 @@ class SubmissionRanks:
         "hang" after twice as many."""
         per_rank = [(None,)] * self.num_ranks if inputs is None else [(of_rank,) for of_rank in inputs]
         self._marks = {"start": [], "end": []}
-        results = self._run(rank_program.call, counted, limit=limit, own=per_rank)
+        results = self.run(rank_program.call, counted, limit=limit, own=per_rank)
         results = [_with_time(rank, _checked(rank, result)) for rank, result in enumerate(results)]
         self.seconds_observed = min(self._marks["end"]) - max(self._marks["start"])
         if self.seconds_observed > limit:
@@ -112,21 +112,29 @@ class SubmissionRanks:
         """inputs: per rank, one per call. The ranks are stopped and resumed at instants drawn from `source`."""
         own = [(of_rank,) for of_rank in inputs]
         with frozen_now_and_then(self.pids, source):
-            results = self._run(rank_program.call_in_a_row, limit=limit, own=own)
+            results = self.run(rank_program.call_in_a_row, limit=limit, own=own)
         return [[_checked(rank, result) for result in of_rank] for rank, of_rank in enumerate(results)]
 
     def call_alone(self, rank: int, inputs: Tensors, limit: float) -> CallResult:
         """Raises SubmissionFailedError if the submission waits for its peers, as it should."""
         own = [(other == rank, inputs if other == rank else {}) for other in range(self.num_ranks)]
-        return _checked(rank, self._run(rank_program.call_alone, limit=limit / 2, own=own)[rank])
+        return _checked(rank, self.run(rank_program.call_alone, limit=limit / 2, own=own)[rank])
 
     def profile(self, num_calls: int, path: Path, inputs: list[list[Tensors]], limit: float) -> str:
         """inputs: per rank, one per call; those before the last `num_calls` warm up. Returns rank 0's summary."""
-        return self._run(rank_program.profile, num_calls, path, limit=limit, own=[(of_rank,) for of_rank in inputs])[0]
+        return self.run(rank_program.profile, num_calls, path, limit=limit, own=[(of_rank,) for of_rank in inputs])[0]
 
-    def run(self, program: Callable[..., Any], *arguments: Any, limit: float) -> list[Any]:
-        """Runs another program on every rank."""
-        return self._run(program, *arguments, limit=limit)
+    def run(self, program: Callable[..., Any], *arguments: Any, limit: float, own: Any = None) -> list[Any]:
+        """Runs program(report, *arguments, *own[rank]) on every rank. Raises SubmissionFailedError, and ends all ranks, if one
+        fails or takes twice `limit` seconds."""
+        assert self._processes is not None
+        try:
+            return self._processes.run(
+                program, *arguments, own=own, timeout=2 * limit, grace=GRACE, on_progress=self._mark
+            )
+        except RankError as error:
+            self.close()
+            raise SubmissionFailedError(VERDICTS[error.kind], str(error), error.details) from None
 
     @property
     def pids(self) -> list[int]:
@@ -152,18 +160,6 @@ class SubmissionRanks:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # ---- inside
-
-    def _run(self, program: Callable[..., Any], *arguments: Any, limit: float, own: Any = None) -> list[Any]:
-        assert self._processes is not None
-        try:
-            return self._processes.run(
-                program, *arguments, own=own, timeout=2 * limit, grace=GRACE, on_progress=self._mark
-            )
-        except RankError as error:
-            self.close()
-            raise SubmissionFailedError(VERDICTS[error.kind], str(error), error.details) from None
 
     def _mark(self, what: str) -> None:
         self._marks.setdefault(what, []).append(time.monotonic())
