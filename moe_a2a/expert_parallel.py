@@ -174,9 +174,8 @@ class ExpertParallel(CommunicatorClient):
         layout, expert_alignment = arguments.checked_layout(self.rank, handle, layout, expert_alignment)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         bound = arguments.checked_bound(self.rank, handle, num_max_tokens_per_rank)
-        rest = bound, arguments.LAYOUTS.index(layout), expert_alignment, num_blocks
-        handle = self._sent_by(core.dispatch, x, routing, x_scales, quantize, *rest)
-        return handle._received(layout, expert_alignment, num_blocks)
+        received = arguments.LAYOUTS.index(layout), expert_alignment
+        return self._sent_by(core.dispatch, x, routing, x_scales, quantize, num_blocks, bound, *received)
 
     @calls.serves_a_handle(position=1)
     def combine(
@@ -289,7 +288,7 @@ class ExpertParallel(CommunicatorClient):
         routing = (topk_idx, topk_weights) if handle is None else self._routing_of(handle, x, topk_idx, topk_weights)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         bound = arguments.checked_bound(self.rank, handle, num_max_tokens_per_rank)
-        return self._sent_by(core.dispatch_send, x, routing, x_scales, quantize, bound, num_blocks)
+        return self._sent_by(core.dispatch_send, x, routing, x_scales, quantize, num_blocks, bound)
 
     @calls.serves_a_handle(position=0)
     def dispatch_recv(
@@ -305,7 +304,8 @@ class ExpertParallel(CommunicatorClient):
         layout, expert_alignment = arguments.checked_layout(self.rank, None, layout, expert_alignment)
         num_blocks = arguments.checked_blocks(self.rank, num_blocks, self.num_blocks)
         core.dispatch_recv(key, arguments.LAYOUTS.index(layout), expert_alignment, num_blocks)
-        return handle._received(layout, expert_alignment, num_blocks)
+        handle._num_blocks = num_blocks
+        return handle
 
     @calls.serves_a_handle(position=1)
     def combine_send(
@@ -358,20 +358,20 @@ class ExpertParallel(CommunicatorClient):
         return self._open_core()
 
     def _sent_by(
-        self, send: Any, x: Any, routing: tuple[Any, Any], x_scales: Any, quantize: Any, *rest: int
+        self, send: Any, x: Any, routing: tuple[Any, Any], x_scales: Any, quantize: Any, num_blocks: int, *rest: int
     ) -> DispatchHandle:
-        """send: the extension's dispatch or dispatch_send; rest: its last arguments."""
+        """send: the extension's dispatch or dispatch_send; rest: its arguments before num_blocks, the last."""
         quantized = quantize is not None and arguments.checked_quantize(self.rank, quantize)
         try:
             scales = block_scales.packed(self.rank, self.device, x, x_scales, self.hidden)
-            sent = send(x, *routing, *scales, quantized, *rest)
+            sent = send(x, *routing, *scales, quantized, *rest, num_blocks)
         except (TypeError, AttributeError):
             arguments.check_dispatched(self.rank, x, x_scales, *routing)
             raise
         row_dtype = float8_dtype(self.device) if quantized else x.dtype
         if self._trace is not None:
             self._trace.dispatched(routing[0], row_dtype)
-        return DispatchHandle(self, sent, row_dtype, routing, block_scales.byte_dtype(x_scales))
+        return DispatchHandle(self, sent, row_dtype, routing, block_scales.byte_dtype(x_scales), num_blocks)
 
     def _codec_of_combine(self, wire: Any) -> int:
         """The codec's number, noted in a running trace."""

@@ -54,8 +54,6 @@ class DispatchHandle:
     __slots__ = (
         "ep",
         "row_dtype",
-        "layout",
-        "expert_alignment",
         "_core",
         "_handle",
         "_expert_x",
@@ -73,24 +71,29 @@ class DispatchHandle:
         core_handle: Any,
         row_dtype: torch.dtype,
         routing: tuple[torch.Tensor, torch.Tensor | None],
-        scales_dtype: torch.dtype | None = None,
+        scales_dtype: torch.dtype | None,
+        num_blocks: int,
     ):
         self.ep = ep
         self.row_dtype = row_dtype
-        self.layout = "rows"
-        self.expert_alignment = 1
         self._core = ep._open_core()
         self._handle = core_handle
         self._expert_x: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._routing, self._versions = routing, _versions_of(*routing)
-        self._num_blocks = 0
+        self._num_blocks = num_blocks  # of a kernel that copies rows
         self._scales_dtype = scales_dtype  # None: float32
         # int32 [R * T]: the row of a presummed y that holds each row's sum; None: y is as long as recv_x.
         self._sum_index: torch.Tensor | None = None
 
-    def _received(self, layout: str, expert_alignment: int, num_blocks: int) -> DispatchHandle:
-        self.layout, self.expert_alignment, self._num_blocks = layout, expert_alignment, num_blocks
-        return self
+    @property
+    def layout(self) -> str:
+        """ "rows", "expert_major" or "masked"; "rows" until the dispatch is received."""
+        return arguments.LAYOUTS[self._handle.layout]
+
+    @property
+    def expert_alignment(self) -> int:
+        """What each expert's positions start at a multiple of; 1 except for layout="expert_major"."""
+        return self._handle.expert_alignment
 
     @property
     def num_max_tokens_per_rank(self) -> int:

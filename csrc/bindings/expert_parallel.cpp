@@ -347,6 +347,8 @@ void bind_expert_parallel(py::module_& m) {
       .def_readonly("buffer", &DispatchHandle::buffer)
       .def_readonly("num_tokens", &DispatchHandle::num_tokens)
       .def_readonly("num_max_tokens_per_rank", &DispatchHandle::num_max_tokens_per_rank)
+      .def_property_readonly("layout", [](const DispatchHandle& handle) { return static_cast<int>(handle.layout); })
+      .def_readonly("expert_alignment", &DispatchHandle::expert_alignment)
       .def_property_readonly("is_open", &DispatchHandle::is_open);
 
   py::class_<Core, ClientCore> core(m, "ExpertParallel");

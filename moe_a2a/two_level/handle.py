@@ -27,6 +27,5 @@ class TwoLevelHandle(DispatchHandle):
         routed_by: tuple[Any, Any],
         scales_dtype: torch.dtype | None,
     ):
-        super().__init__(local.ep, local._handle, local.row_dtype, routed_by, scales_dtype)
-        self._received(local.layout, local.expert_alignment, local._num_blocks)
+        super().__init__(local.ep, local._handle, local.row_dtype, routed_by, scales_dtype, local._num_blocks)
         self._two_level, self._passage = two_level, passage
