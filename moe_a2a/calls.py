@@ -47,15 +47,6 @@ class Dispatcher(Protocol):
     def _refuse_dispatch(self, error: BaseException) -> None: ...
 
 
-class HandleOwner(Called, Owner, Protocol):
-    """An ExpertParallel."""
-
-    _num_dispatches: int
-    _trace: Any
-
-    def _core_to_dispatch(self) -> Any: ...
-
-
 # Raised by kernels, or for an earlier call: every affected rank learns of it independently.
 REPORTS = (PeerTimeoutError, PeerRefusedError, RoutingError, CallMismatchError)
 
@@ -65,7 +56,7 @@ def opens_a_handle(call: Call) -> Call:
     rank. If it fails after it (by KeyboardInterrupt, say), this rank's handle ends and the peers' combine is refused."""
 
     @functools.wraps(call)
-    def made(ep: HandleOwner, *args: Any, **kwargs: Any) -> Any:
+    def made(ep: Owner, *args: Any, **kwargs: Any) -> Any:
         try:
             handle = call(ep, *args, **kwargs)
         except PeerTimeoutError:  # the peers raise it too, and not PeerRefusedError
@@ -79,7 +70,7 @@ def opens_a_handle(call: Call) -> Call:
     return made  # type: ignore[return-value]
 
 
-def _dispatch_failed(ep: HandleOwner, is_report: bool, core: Any, why: str) -> None:
+def _dispatch_failed(ep: Owner, is_report: bool, core: Any, why: str) -> None:
     try:
         was_launched = core.num_dispatches != ep._num_dispatches
         if was_launched or not is_report:
@@ -98,7 +89,7 @@ def serves_a_handle(position: int) -> Callable[[Call], Call]:
 
     def decorate(call: Call) -> Call:
         @functools.wraps(call)
-        def made(ep: HandleOwner, *args: Any, **kwargs: Any) -> Any:
+        def made(ep: Owner, *args: Any, **kwargs: Any) -> Any:
             try:
                 return call(ep, *args, **kwargs)
             except REPORTS:
@@ -140,7 +131,7 @@ def dispatch_refused_if_failed(ep: Dispatcher) -> AbstractContextManager[None]:
     return Guard(failed)
 
 
-def refuse_dispatch(ep: HandleOwner, error: BaseException) -> None:
+def refuse_dispatch(ep: Owner, error: BaseException) -> None:
     """This rank's next dispatch fails with `error`: it counts as refused on every rank."""
     _tell(ep, error, functools.partial(_dispatch_failed, ep, False))
 

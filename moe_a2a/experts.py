@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from moe_a2a import arguments, calls, codecs
 from moe_a2a.expert_weights import ExpertWeights, Weight, dequantize
-from moe_a2a.handle import AnyExpertParallel, DispatchHandle
+from moe_a2a.handle import AnyExpertParallel, DispatchHandle, Owner
 
 
 def run_and_combine(
@@ -154,7 +154,7 @@ def simulated_experts(handle: DispatchHandle, scales: torch.Tensor | float) -> t
 
 @calls.opens_a_handle
 def simulated_layer(
-    ep: calls.HandleOwner,
+    ep: Owner,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None,

@@ -20,17 +20,22 @@ class AnyExpertParallel(Protocol):
 
 
 class Owner(AnyExpertParallel, Protocol):
-    """The ExpertParallel that made a handle, as a handle and its users see it."""
+    """The ExpertParallel that made a handle, as the modules below it see it."""
 
     num_ranks: int
     num_experts: int
     num_topk: int
     _core: Any
-
-    def _open_core(self) -> Any: ...
+    _num_dispatches: int
+    _trace: Any
 
     @property
     def is_closed(self) -> bool: ...
+    def combine(
+        self, y: torch.Tensor, handle: DispatchHandle, *, presummed: bool = ..., out: torch.Tensor | None = ...
+    ) -> torch.Tensor: ...
+    def _open_core(self) -> Any: ...
+    def _core_to_dispatch(self) -> Any: ...
 
 
 class DispatchHandle:

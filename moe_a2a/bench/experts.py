@@ -101,7 +101,7 @@ class Combining:
         self.handle = self.dispatch()
 
     def apart(self) -> Tensor:
-        return self.handle.ep.combine(self.products.second(self.inner), self.handle)  # type: ignore[attr-defined]
+        return self.handle.ep.combine(self.products.second(self.inner), self.handle)
 
     def fused(self) -> Tensor:
         values, scales = self.inner if isinstance(self.inner, tuple) else (self.inner, None)

@@ -209,7 +209,7 @@ class PrepareRows(PrepareAndFinalize):
         return handle, *handle.contiguous_rows(), global_ids, recv_weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
-        return handle.ep.combine(y, handle, presummed=True, out=out)  # type: ignore[attr-defined]
+        return handle.ep.combine(y, handle, presummed=True, out=out)
 
 
 class PrepareRoutes(PrepareAndFinalize):
@@ -227,7 +227,7 @@ class PrepareRoutes(PrepareAndFinalize):
         return handle, handle.expert_x[:num_routes], None, local_ids[:, None], weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
-        return handle.ep.combine(y, handle, out=out)  # type: ignore[attr-defined]
+        return handle.ep.combine(y, handle, out=out)
 
 
 def _packed(
