@@ -46,6 +46,16 @@ def check_optional_tensor(rank: int | None, name: str, value: Any) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}{_on(rank)}; pass a torch.Tensor or None")
 
 
+def check_per_token(rank: int, **tensors: Any) -> None:
+    """Each is a tensor [num_tokens, n]."""
+    for name, tensor in tensors.items():
+        check_tensor(rank, name, tensor)
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} on rank {rank}; pass a row per token, [num_tokens, ...]"
+            )
+
+
 def check_optional_path(rank: int, name: str, value: Any) -> None:
     if value is not None and not isinstance(value, (str, os.PathLike)):
         raise _refuse(rank, name, value, "the path of a file or None")

@@ -165,7 +165,7 @@ class RegisteredExperts:
     @torch.compiler.disable  # a module that shard_experts() has not seen has no number: its graph breaks here
     def _run(self, module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         with self._refused_if_failed():
-            _check_matrices(
+            arguments.check_per_token(
                 self.group.rank, hidden_states=hidden_states, top_k_index=top_k_index, top_k_weights=top_k_weights
             )
             shape = self._newest_shape = _shape_of(module, hidden_states, top_k_index)
@@ -274,15 +274,6 @@ class RegisteredExperts:
                 )
         most = max(num_tokens for _, num_tokens, _ in everywhere)
         return max(16, 1 << (most - 1).bit_length())
-
-
-def _check_matrices(rank: int, **inputs: Any) -> None:
-    for name, tensor in inputs.items():
-        arguments.check_tensor(rank, name, tensor)
-        if tensor.dim() != 2:
-            raise ValueError(
-                f"{name} has shape {list(tensor.shape)} on rank {rank}; pass a row per token, [num_tokens, ...]"
-            )
 
 
 def _shape_of(module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor) -> tuple:

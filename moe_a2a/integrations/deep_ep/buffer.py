@@ -110,7 +110,7 @@ class Buffer(OfExchange):
 
         Ids out of range count as dropped: the dispatch reports them, on every rank."""
         wait_for(previous_event, self._device)
-        self._open().check_per_token(topk_idx=topk_idx)
+        arguments.check_per_token(self._open().rank, topk_idx=topk_idx)
         if topk_idx.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"topk_idx is {topk_idx.dtype} on rank {self.rank}; pass int32 or int64")
         num_experts = arguments.checked_int(self.rank, "num_experts", num_experts, 1)

@@ -89,12 +89,6 @@ class Exchange:
                 f"{name}={num_experts} on rank {self.rank} is not divisible by the {self.num_ranks} ranks; pass that of the whole model"
             )
 
-    def check_per_token(self, **tensors: Any) -> None:
-        for name, tensor in tensors.items():
-            arguments.check_tensor(self.rank, name, tensor)
-            if tensor.dim() != 2:
-                raise ValueError(f"{name} has shape {list(tensor.shape)} on rank {self.rank}; pass a row per token")
-
     def agree(self, num_tokens: int, call: Call, num_choices: int = 0) -> tuple[int, int]:
         """The largest number of tokens and of a token's choices on any rank. Raises on every rank if the ranks
         make different calls, which exchange equally many numbers for this."""

@@ -204,7 +204,7 @@ def checked(
 ) -> tuple[Kind, int | None]:
     """The kind, and the most tokens of a rank if all ranks know it."""
     rank = exchange.rank
-    exchange.check_per_token(x=x, topk_idx=topk_idx)
+    arguments.check_per_token(rank, x=x, topk_idx=topk_idx)
     arguments.check_optional_tensor(rank, "topk_weights", topk_weights)
     shape = [len(x), topk_idx.shape[-1]]
     for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):

@@ -73,7 +73,7 @@ def checked_routing(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(routing_map, None, probs) or (None, topk_idx, topk_weights)."""
     rank = exchange.rank
-    exchange.check_per_token(hidden=hidden)
+    arguments.check_per_token(rank, hidden=hidden)
     if routing_map is not None:
         check_table(rank, "routing_map", routing_map, [len(hidden), num_experts])
         if routing_map.dtype != torch.bool:
@@ -85,7 +85,7 @@ def checked_routing(
         raise ValueError(f"dispatch on rank {rank} got neither a handle nor a routing; pass routing_map or topk_idx")
     if num_of_experts != num_experts:
         raise ValueError(f"num_of_experts={num_of_experts} on rank {rank}; with topk_idx pass {num_experts}")
-    exchange.check_per_token(topk_idx=topk_idx)
+    arguments.check_per_token(rank, topk_idx=topk_idx)
     check_table(rank, "topk_idx", topk_idx, [len(hidden), topk_idx.shape[1]])
     if topk_weights is not None:
         check_table(rank, "topk_weights", topk_weights, list(topk_idx.shape))

@@ -84,7 +84,7 @@ def dispatch(
     likely = exchange.likely(x, topk_idx, num_experts, num_max_tokens, is_low_latency=True)
     with exchange.dispatch_refused_if_failed(likely):
         check()
-        exchange.check_per_token(x=x, topk_idx=topk_idx)
+        arguments.check_per_token(exchange.rank, x=x, topk_idx=topk_idx)
         _check(exchange, x, num_max_tokens, num_experts)
     kind = Kind(num_experts, topk_idx.shape[1], x.shape[1], x.dtype, is_low_latency=True)
     call = Call(kind, num_max_tokens, bool(use_fp8), topk_weights is not None)
