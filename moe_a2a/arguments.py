@@ -65,13 +65,11 @@ def _on(rank: int | None) -> str:
     return "" if rank is None else f" on rank {rank}"
 
 
-def check_fits(
-    rank: int, name: str, tensor: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device
-) -> None:
-    if list(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != device:
+def check_out(rank: int, out: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    if list(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise ValueError(
-            f"{name} is {list(tensor.shape)} of {tensor.dtype} on {tensor.device} on rank {rank}, expected {shape} of {dtype} on "
-            f"{device}; pass such a tensor"
+            f"out is {list(out.shape)} of {out.dtype} on {out.device} on rank {rank}, expected {shape} of {dtype} on {device}; pass "
+            "such a tensor"
         )
 
 

@@ -337,5 +337,5 @@ def _check_has_rows(rank: int, x: torch.Tensor) -> None:
 def _stored(rank: int, result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         return result
-    arguments.check_fits(rank, "out", out, list(result.shape), result.dtype, result.device)
+    arguments.check_out(rank, out, list(result.shape), result.dtype, result.device)
     return out.copy_(result)

@@ -52,7 +52,7 @@ class Communicator(Client):
         clients = [client() for client in self._clients]
         return [client for client in clients if client is not None and not client.is_closed]
 
-    def _prepare(self, group: Any, device: torch.device | str | None, timeout: float, ordered: bool = False) -> None:
+    def _prepare(self, group: Any, device: torch.device | str | None, timeout: float, ordered: bool) -> None:
         self._clients: list[weakref.ref[CommunicatorClient]] = []
         self._group = as_group(group)
         self.rank: int = self._group.rank

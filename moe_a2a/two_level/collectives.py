@@ -315,7 +315,7 @@ class TwoLevelCollectives(OnePerRank):
             shape[0] = shape[0] // self.num_ranks if kind == "reduce_scatter" else shape[0] * self.num_ranks
         if out is None:
             return torch.empty(shape, dtype=x.dtype, device=x.device)
-        arguments.check_fits(self.rank, "out", out, shape, x.dtype, x.device)
+        arguments.check_out(self.rank, out, shape, x.dtype, x.device)
         return out
 
     def _check_overlap(self, kind: str, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -352,7 +352,7 @@ class TwoLevelExpertParallel(OnePerRank):
         arguments.check_optional_tensor(self.rank, "out", out)
         if out is None:
             return
-        arguments.check_fits(self.rank, "out", out, [num_tokens, self.hidden], self.dtype, self.device)
+        arguments.check_out(self.rank, out, [num_tokens, self.hidden], self.dtype, self.device)
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"out requires grad on rank {self.rank}; pass out.detach()")
 
