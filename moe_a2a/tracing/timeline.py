@@ -42,7 +42,7 @@ DISPATCH_SENDERS = ("dispatch_send", "dispatch")
 COMBINE_SENDERS = ("combine_send", "combine")
 COLLECTIVES = (
     "one_shot_all_reduce", "two_shot_all_reduce", "ring_all_reduce", "recursive_doubling_all_reduce", "direct_all_reduce",
-    "reduce_scatter", "all_gather", "refuse_collective",
+    "reduce_scatter", "direct_reduce_scatter", "all_gather", "direct_all_gather", "refuse_collective",
 )  # fmt: skip
 
 WARP_BITS, BLOCK_BITS = 16, 24  # of the numbers of Timeline.warps(), from the low end; the rank is above them

@@ -10,6 +10,7 @@ from collective_calls import send_words
 import moe_a2a
 from moe_a2a.tracing.check import check_file
 from moe_a2a.tracing.reading import read
+from moe_a2a.tracing.timeline import COLLECTIVES
 
 pytestmark = pytest.mark.cpu
 
@@ -55,20 +56,26 @@ def test_phases_of_each_algorithm(tmp_path, num_ranks, ending):
     expected |= dict.fromkeys(["reduce_scatter", "all_gather", "direct_reduce_scatter", "direct_all_gather"], 1)
     expected["two_shot_all_reduce"] = expected["one_shot_all_reduce"] = 2  # with a codec, and as LL words
     assert counts == {name: [count] * num_ranks for name, count in expected.items()}
+    assert set(counts) <= set(COLLECTIVES)
     assert {"push", "reduce", "pull"} <= set(kinds) <= {"push", "reduce", "pull", "chunk_wait", "call_wait"}
     assert "0 dropped" in text and "rows sent" not in text and "us in each operation /launches" in text
     assert check_file(read(path)) == []
 
 
-def late_program(group, size: int) -> tuple[str, dict[tuple[int, str], int]]:
-    with moe_a2a.Collectives(group, device="cpu", timeout=20) as coll:
+def late_program(group, size: int, name: str) -> tuple[str, dict[tuple[int, str], int]]:
+    with moe_a2a.Collectives(group, symmetric_nbytes=4 * size, device="cpu", timeout=20) as coll:
         x = torch.ones(size)
-        coll.all_reduce(x)
+        symmetric = coll.empty(size).fill_(1)
+        call = {
+            "direct_reduce_scatter": lambda: coll.reduce_scatter(symmetric),
+            "direct_all_gather": lambda: coll.all_gather(x[: size // coll.num_ranks], out=symmetric),
+        }.get(name, lambda: coll.all_reduce(x))
+        call()
         with moe_a2a.trace(coll) as trace:
             for _ in range(3):
                 if coll.rank == LATE_RANK:
                     time.sleep(LATE_SECONDS)
-                coll.all_reduce(x)
+                call()
         summary = trace.summary()
         path = {}
         for step in summary.path:
@@ -77,10 +84,18 @@ def late_program(group, size: int) -> tuple[str, dict[tuple[int, str], int]]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("size", "name"), [(100, "one_shot_all_reduce"), (20_000, "two_shot_all_reduce")])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        (100, "one_shot_all_reduce"),
+        (20_000, "two_shot_all_reduce"),
+        (20_000, "direct_reduce_scatter"),
+        (20_000, "direct_all_gather"),
+    ],
+)
 def test_a_late_rank_is_the_culprit(size, name):
     """The critical path also leads to it: to its work before the launches."""
-    for culprit, path in ranks.run_threads(4, late_program, size):
+    for culprit, path in ranks.run_threads(4, late_program, size, name):
         assert culprit.startswith(f"Rank {LATE_RANK} comes late to {name}: it is slow before the call."), culprit
         assert max(path, key=lambda step: path[step]) == (LATE_RANK, "(before the launch)"), path
 
