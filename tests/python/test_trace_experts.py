@@ -1,5 +1,6 @@
 """Traces of the experts' products: a tile per unit of work with its expert and rows, in the trace of the handle's owner."""
 
+import time
 from collections import Counter
 
 import numpy as np
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.cpu
 NUM_RANKS, NUM_EXPERTS, NUM_TOPK, HIDDEN, INTERMEDIATE, MAX_TOKENS, NUM_CALLS = 4, 16, 2, 144, 80, 200, 2
 PER_RANK = NUM_EXPERTS // NUM_RANKS
 HOT_EXPERT = 5  # on rank 1
+LATE_RANK, LATE_SECONDS = 1, 0.3
 # Of a tile on the CPU; a gated one has half as many columns.
 TILE_ROWS, TILE_COLUMNS = 64, 128
 
@@ -107,11 +109,26 @@ def test_each_unit_of_work_leaves_one_tile(mode, fused_combine, session_seed, tm
     assert (inside >= 0).all()
     assert {timeline.names[name] for name in timeline.slices["name"][inside]} == {"grouped_gemm"}
     assert set(tiles["warp"].tolist()) == {0}
-    if fused_combine:  # the senders' signals are where those of a combine are
-        senders = launches[launches["name"] == timeline.names.index("product_combine_send")]
-        signals = timeline.slices[timeline.arrows["source"]]
-        inside_fused = np.isin(signals["block"], np.unique(senders["block"]))
-        assert inside_fused.any() or len(signals) == 0
+
+
+def run_late(group, fused_combine):
+    program = Program(group, 1)
+    with program.ep as ep:
+        program.layer(fused_combine)
+        with moe_a2a.trace(ep) as trace:
+            for _ in range(2):
+                handle = ep.dispatch(program.x, program.topk_idx, program.weights)
+                if ep.rank == LATE_RANK:
+                    time.sleep(LATE_SECONDS)
+                ep.experts(handle, program.w_gate_up, program.w_down, fused=True, fused_combine=fused_combine)
+        return trace.summary().culprit
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("fused_combine", [False, True])
+def test_a_rank_that_is_late_with_its_experts_is_the_culprit(fused_combine):
+    for culprit in ranks.run_threads(NUM_RANKS, run_late, fused_combine):
+        assert culprit.startswith(f"Rank {LATE_RANK} comes late to combine: its experts are slow."), culprit
 
 
 def record_only_handles(group, path):
