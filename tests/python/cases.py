@@ -101,7 +101,7 @@ def make_case(
         num_blocks=rng.choice((0, 1, 2, 3, 4, 20)),  # 0: as many as users get
         num_buffers=rng.randint(1, 3),
         num_max_ll_tokens=rng.choice((0, most_ll_tokens, rng.randint(0, most_ll_tokens))),
-        calls=tuple(_make_call(rng, num_ranks, num_max_tokens) for _ in range(num_calls or rng.randint(1, 3))),
+        calls=tuple(_make_call(rng, num_ranks, num_max_tokens) for _ in range(num_calls)),
     )
 
 

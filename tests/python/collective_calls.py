@@ -108,7 +108,7 @@ class Calls:
 
 
 def check_works(coll: moe_a2a.Collectives) -> None:
-    for algorithm in ("one_shot", "two_shot", "ring", "recursive_doubling"):
+    for algorithm in ALGORITHMS:
         x = torch.arange(1000.0) + coll.rank
         expected = torch.arange(1000.0) * coll.num_ranks + sum(range(coll.num_ranks))
         assert torch.equal(coll.all_reduce(x, algorithm=algorithm), expected)
