@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 LARGEST = (1 << 31) - 1
+MOST_NUMBERS = 1000  # of an option that takes several
 ENDING = (signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed; nohup ignores it
 
 
@@ -35,9 +36,9 @@ def seconds(text: str) -> float:
     return _number(float, "a number of seconds", 0.001, 10**9)(text)
 
 
-def integers(least: int, most: int = LARGEST, longest: int = 1000) -> Callable[[str], list[int]]:
+def integers(least: int) -> Callable[[str], list[int]]:
     """ "1,2,5" or, with dots for a progression, "1,2,4,...,64" and "8,16,24,...,128"."""
-    one = integer(least, most)
+    one = integer(least)
 
     def parse(text: str) -> list[int]:
         words = text.split(",")
@@ -51,10 +52,10 @@ def integers(least: int, most: int = LARGEST, longest: int = 1000) -> Callable[[
         is_geometric = a > 0 and b % a == 0 and (not rest or rest[0] * a == b * b)
         if not numbers[-2] < numbers[-1] <= last[0]:
             raise argparse.ArgumentTypeError(f"{text!r}: a progression must ascend")
-        while numbers[-1] < last[0] and len(numbers) <= longest:
+        while numbers[-1] < last[0] and len(numbers) <= MOST_NUMBERS:
             numbers.append(numbers[-1] * (b // a) if is_geometric else numbers[-1] + b - a)
-        if len(numbers) > longest:
-            raise argparse.ArgumentTypeError(f"{text!r}: more than {longest} numbers")
+        if len(numbers) > MOST_NUMBERS:
+            raise argparse.ArgumentTypeError(f"{text!r}: more than {MOST_NUMBERS} numbers")
         return numbers[:-1] + last
 
     return parse

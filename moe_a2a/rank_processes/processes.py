@@ -174,7 +174,6 @@ class RankProcesses:
         timeout: float,
         own: Sequence[tuple] | None = None,
         num_ranks: int | None = None,
-        name: str | None = None,
         mortal: Set[int] = frozenset(),
         grace: float = 0.0,
         on_progress: Callable[[str], None] = lambda what: None,
