@@ -11,6 +11,8 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from moe_a2a.arguments import MAX_RANKS
 from moe_a2a.commands.command_line import UsageError, integer, output_folder, seconds
@@ -48,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from moe_a2a.demo import plot, report
+    from moe_a2a.demo import report
     from moe_a2a.demo.shapes import SHAPES
     from moe_a2a.rank_processes import preload, run_on_ranks
     from moe_a2a.samples import text
@@ -75,10 +77,16 @@ def _run(options: argparse.Namespace) -> int:
     shape_results = [
         report.shape_result(shape, runs) for shape, runs in zip(SHAPES, zip(*of_shapes, strict=True), strict=True)
     ]
+    return _reported(options.output / "demo.png", model_results, shape_results)
+
+
+def _reported(picture: Path, model_results: list[Any], shape_results: list[Any]) -> int:
+    """Prints and plots the results; returns the exit code."""
+    from moe_a2a.demo import plot, report
+
     report.print_models(model_results)
     report.print_shapes(shape_results)
 
-    picture = options.output / "demo.png"
     counts = {result.name: result.tokens_per_expert for result in model_results}
     no_picture = plot.save(picture, counts, shape_results)
     print(f"\nno plot: {no_picture}" if no_picture else f"\nplot: {picture}")
