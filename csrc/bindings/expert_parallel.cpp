@@ -173,21 +173,15 @@ class Core : public ClientCore {
   // before the call.
   void tell_dispatch_failed(const std::string& why, uint64_t num_before) {
     const auto core = ep();
-    if (!core->is_connected()) return;
     const LaunchPlace place = where(0);
     py::gil_scoped_release unlocked;
     core->num_dispatches() == num_before ? core->refuse_dispatch(why, place) : core->give_up_newest(why, place);
   }
-  // Null handle: the call had none, or none that is open here.
   void tell_combine_failed(const Handle& handle, const std::string& why) {
     const auto core = ep();
-    if (!core->is_connected()) return;
     const LaunchPlace place = where(0);
     py::gil_scoped_release unlocked;
-    const bool is_own = handle && handle->owner == core.get();
-    if (is_own && handle->stage == Stage::kRefused) return;  // no peer waits for its combine
-    if (!is_own || !handle->is_open()) return core->refuse_combines(why, place);
-    if (handle->stage < Stage::kCombineSent) core->refuse_combine(*handle, why, place);  // else its sums have been sent
+    core->refuse_combine(handle.get(), why, place);
   }
   uint64_t num_dispatches() const { return ep()->num_dispatches(); }
 

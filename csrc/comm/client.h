@@ -82,7 +82,6 @@ class Client {
   [[nodiscard]] CallGate::Turn enter() { return gate_.enter(); }
   void require_own_process() const { gate_.require_own_process(); }
   void require_open() const;
-  bool is_connected() const { return connected_; }
   bool owns(const void* address) const;
 
  protected:

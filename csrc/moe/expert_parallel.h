@@ -132,9 +132,9 @@ class ExpertParallel : public Client {
 
   // Tells every rank that this rank's call has failed; the caller then throws.
   void refuse_dispatch(const std::string& why, const LaunchPlace& place);
-  void refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
-  // The same for every handle whose combine peers may wait for, when the call does not say which one it meant.
-  void refuse_combines(const std::string& why, const LaunchPlace& place);
+  // Null, or a handle that is not open here: the call does not say which combine the peers wait for, so that of every
+  // received handle is refused.
+  void refuse_combine(DispatchHandle* handle, const std::string& why, const LaunchPlace& place);
   // For a dispatch that this rank has launched but cannot complete.
   void give_up_newest(const std::string& why, const LaunchPlace& place);
   // Dispatches so far, including refused ones. Tells whether a failed call was launched.
@@ -166,6 +166,7 @@ class ExpertParallel : public Client {
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x, const LaunchPlace& place) const;
   void keep_own_sums(DispatchHandle& handle, const CombineSendArgs& send);
   void finish_combine(DispatchHandle& handle);
+  void refuse_combines(const std::string& why, const LaunchPlace& place);
   void send_refusal(const DispatchHandle& handle, const std::string& why, const LaunchPlace& place);
   int blocks(const LaunchPlace& place, int by_table) const;
   int combine_blocks(int num_tokens, const CombineInput& input, const LaunchPlace& place) const;

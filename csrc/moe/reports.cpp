@@ -31,16 +31,18 @@ void ExpertParallel::refuse_dispatch(const std::string& why, const LaunchPlace& 
   leave_if_interrupted();
 }
 
-void ExpertParallel::refuse_combine(DispatchHandle& handle, const std::string& why, const LaunchPlace& place) {
+void ExpertParallel::refuse_combine(DispatchHandle* handle, const std::string& why, const LaunchPlace& place) {
   const CallGate::Turn turn = gate_.enter();
   if (nobody_waits()) return;
-  handle.failed_attempt = handle.attempt++;
-  send_refusal(handle, why, place);
+  const bool is_own = handle != nullptr && handle->owner == this;
+  if (is_own && handle->stage == Stage::kRefused) return;  // no peer waits for its combine
+  if (!is_own || !handle->is_open()) return refuse_combines(why, place);
+  if (handle->stage == Stage::kCombineSent) return;
+  handle->failed_attempt = handle->attempt++;
+  send_refusal(*handle, why, place);
 }
 
 void ExpertParallel::refuse_combines(const std::string& why, const LaunchPlace& place) {
-  const CallGate::Turn turn = gate_.enter();
-  if (nobody_waits()) return;
   buffers_.for_open([&](DispatchHandle& handle) {
     if (handle.stage != Stage::kReceived) return;
     ++handle.num_strays;

@@ -154,7 +154,7 @@ class Worker {
     const LaunchPlace place{.num_blocks = round.num_blocks};
     if (round.end == Round::End::kRelease) return ep_.release(*handle, place);
     if (round.end == Round::End::kRefusedCombine && round.refusing_rank == config_.rank) {
-      ep_.refuse_combine(*handle, refusal(round), place);
+      ep_.refuse_combine(handle.get(), refusal(round), place);
     }
     if (round.presummed) sum_here(round, y_[handle->buffer]);
     const std::vector<std::byte>& y = y_[handle->buffer];
