@@ -23,7 +23,7 @@ class Buffer(OfExchange):
     """dispatch() and combine() of packed rows, low_latency_dispatch() and low_latency_combine() of rows by expert.
 
     Args:
-        group: the ranks: a torch.distributed group, or what else a moe_a2a.Communicator takes.
+        group: the ranks: a torch.distributed group, or anything else that a moe_a2a.Communicator takes.
         num_nvl_bytes, num_rdma_bytes, low_latency_mode: kept as attributes. Memory is taken by the first dispatch of a kind.
         explicitly_destroy: only destroy() releases the memory. Else the object's end does so, too; as destroy(), it should come
             at about the same time on all ranks.
@@ -356,7 +356,7 @@ class Buffer(OfExchange):
     def _likely(
         self, x: Any, topk_idx: Any, num_tokens_per_expert: Any, num_worst_tokens: Any
     ) -> ExpertParallel | None:
-        """See Exchange.likely(). None also if the dispatch first exchanges sizes, for want of a bound."""
+        """See Exchange.likely(). Also None without a bound: the dispatch then exchanges sizes first."""
         if not isinstance(num_worst_tokens, int) or num_worst_tokens < 1:
             return None
         num_experts = num_tokens_per_expert.numel() if isinstance(num_tokens_per_expert, Tensor) else None

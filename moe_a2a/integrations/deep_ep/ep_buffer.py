@@ -23,9 +23,9 @@ class EPBuffer(RoutedBuffer):
         lb_allocation_plan_or_num_bytes: 0: there are no redundant experts.
         deterministic: results are the same in any case.
         num_gpu_timeout_secs: the timeout of the Communicator.
-        num_buffers: as for Buffer. A deferred call is lost if as many dispatches follow before its event is waited for.
+        num_buffers: as for Buffer. A deferred call is lost if num_buffers dispatches follow before its event is waited for.
 
-    All ranks defer the same calls, and wait for their events at the same places of the order of calls.
+    All ranks defer the same calls, and wait for their events at the same points in the sequence of calls.
     """
 
     def __init__(

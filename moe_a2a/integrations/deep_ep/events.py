@@ -39,7 +39,7 @@ class EventOverlap:
         self._releases_at_exit = False
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
-        """Lets the current stream wait; returns what the hook returns, or None. release_handle: let go of the event."""
+        """Makes the current stream wait; returns the hook's result, or None. release_handle: drops the event."""
         if self.event is not None:
             self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None

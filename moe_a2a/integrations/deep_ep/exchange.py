@@ -113,8 +113,8 @@ class Exchange:
         return self.expert_parallel(kind, bound)
 
     def agreed_expert_parallel(self, kind: Kind, num_tokens: int, call: Call) -> ExpertParallel:
-        """One for the batches of all ranks, of which this one's has num_tokens; made if there is none, or none large enough. Raises
-        on every rank if the ranks make different calls."""
+        """One that is large enough for every rank's batch; this rank's has num_tokens. Raises on every rank if the ranks make
+        different calls."""
         most, _ = self.agree(num_tokens, call)
         newest = self.newest_of(kind)
         if newest is not None and most <= newest.num_max_tokens_per_rank:
@@ -290,7 +290,7 @@ def _lost(call: str, ep: ExpertParallel) -> RuntimeError:
 def begin_combine(
     y: Tensor, routing: Routing, *, presummed: bool = False, deferred: bool, num_blocks: int
 ) -> Callable[[], Tensor]:
-    """Returns a function that receives the sums. `deferred`: sends the rows now, not when that is called."""
+    """Returns a function that receives the sums. It also sends the rows, unless `deferred`: then they are sent now."""
     ep: Any = routing.ep
     opened = routing.open
     if not deferred:
@@ -309,8 +309,8 @@ def begin_combine(
 
 
 class OfExchange:
-    """What a Buffer and an ElasticBuffer have in common: an Exchange, until destroy() or, unless `explicitly_destroy`, the
-    object's own end. That of the process frees the memory by itself."""
+    """Base of all buffers: holds an Exchange until destroy() or, unless `explicitly_destroy`, until it is collected as garbage.
+    The end of the process frees the memory by itself."""
 
     def __init__(self, group: Any, timeout: float, num_buffers: int, explicitly_destroy: bool = False):
         self._exchange: Exchange | None = Exchange(group, timeout, num_buffers)

@@ -66,10 +66,11 @@ def begin_dispatch(
     deferred: bool = False,
     num_blocks: int,
 ) -> Callable[[], tuple[ExpandedHandle, list[int]]]:
-    """Sends; returns a function that receives and gives the handle, and with is_exact the rows of each expert, which the host reads.
+    """Sends; returns a function that receives, and returns the handle and, if is_exact, each expert's number of rows, read by
+    the host.
 
-    num_rows: how many rows to return; None: those that arrived with is_exact, else as many as could. If more arrive, that is
-    an error with is_exact; else the handle still has to drop_routes()."""
+    num_rows: how many rows to return; None: as many as arrive if is_exact, else as many as could. If more arrive, that is an
+    error if is_exact; else the caller must drop_routes()."""
     call = Call(kind, num_max_tokens, x_scales is not None, topk_weights is not None, by_route=True)
     ep = exchange.bounded_expert_parallel(kind, num_max_tokens, len(x), call)
     receive = _begin(

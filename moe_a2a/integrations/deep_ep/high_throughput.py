@@ -38,7 +38,7 @@ class Handle(Routing):
         return self.ids >= 0
 
     def packed(self, rows: Tensor) -> Tensor:
-        """rows: [R * T, ...]. The contents of packed rows that were none are any."""
+        """rows: [R * T, ...]. Packed rows beyond those that arrived are unspecified."""
         devices.keep_for_current_stream(self.row_index)
         index = self.row_index if self.is_exact else self.row_index.clamp(max=len(rows) - 1)
         return rows.index_select(0, index)

@@ -59,7 +59,7 @@ class HybridEPBuffer(OfExchange):
     token and rank.
 
     Args:
-        group: the ranks: a torch.distributed group, or what else a moe_a2a.Communicator takes.
+        group: the ranks: a torch.distributed group, or anything else that a moe_a2a.Communicator takes.
         hidden_dim, use_fp8: kept as attributes; a dispatch has the row length and type of its rows.
         max_num_of_tokens_per_rank: the most tokens of a rank; a blocking dispatch raises it if need be.
         num_local_experts: the default of dispatch_with_permute().
@@ -237,7 +237,7 @@ class HybridEPBuffer(OfExchange):
         self, hidden: Tensor, probs: Tensor | None = None, handle: PackedHandle | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The sum of a token's rows over the ranks: (combined [num_tokens, H]; probs [num_tokens, E] or None). probs:
-        [n, E], of which this rank's experts count."""
+        [n, E]; only the columns of this rank's experts are read."""
         exchange = self._open()
         exchange.check_handle(handle, PackedHandle)
         assert handle is not None

@@ -80,7 +80,7 @@ def dispatch(
     return_recv_hook: bool,
     check: Callable[[], None],
 ) -> LowLatencyReceived:
-    """check: of what else the caller was given; if it fails, the dispatch is refused."""
+    """check: raises if another argument of the caller's is wrong; the dispatch is then refused."""
     likely = exchange.likely(x, topk_idx, num_experts, num_max_tokens, is_low_latency=True)
     with exchange.dispatch_refused_if_failed(likely):
         check()

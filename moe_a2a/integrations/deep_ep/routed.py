@@ -58,9 +58,9 @@ def _nothing() -> None:
 
 
 class RoutedBuffer(OfExchange):
-    """Each call begins, and what it returns ends it: at once, or later if the caller defers it.
+    """Each method begins a call and returns a function that ends it: called at once, or later if the caller defers it.
 
-    check: raises what else is wrong with the call, so that the peers learn of it.
+    check: raises if an argument is wrong that this class does not know, so that the peers learn of it.
     """
 
     num_sms: int = 20
