@@ -97,7 +97,7 @@ def checked_routing(rank: int, topk_idx: Any, topk_weights: Any) -> Routing:
 
 
 def checked_routing_of(rank: int, x: torch.Tensor, topk_idx: Any, topk_weights: Any, routing: Routing) -> Routing:
-    """For a call with handle=, which brings the routing."""
+    """`routing`, that of handle=, unless the call passes another one too, or x of another length."""
     if topk_idx is not None or topk_weights is not None:
         raise ValueError(f"both handle= and topk_idx or topk_weights given on rank {rank}; pass one or the other")
     if x.dim() and len(x) != len(routing[0]):
@@ -174,7 +174,7 @@ def checked_bool(rank: int, name: str, value: Any) -> bool:
 
 
 def check_num_routes(rank: int, num_routes: int, num_max_routes: int | None) -> None:
-    """For a call whose num_max_routes= bounds its rows; None: nothing does."""
+    """Raises if num_max_routes, the bound on a call's rows, is too small; None: no bound."""
     if num_max_routes is not None and num_routes > num_max_routes:
         raise ValueError(
             f"expert_offsets[-1]={num_routes} > num_max_routes={num_max_routes} on rank {rank}; pass a larger num_max_routes"

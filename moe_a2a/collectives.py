@@ -298,7 +298,7 @@ class Collectives(CommunicatorClient):
 
 
 def check_open_collectives(collectives: Any) -> None:
-    """Of an argument of that name."""
+    """Raises unless the argument `collectives` is an open Collectives."""
     if not isinstance(collectives, Collectives):
         raise TypeError(f"collectives is a {type(collectives).__name__}; pass a moe_a2a.Collectives")
     if collectives.is_closed:
@@ -306,7 +306,7 @@ def check_open_collectives(collectives: Any) -> None:
 
 
 def check_collectives_of(ep: CommunicatorClient, collectives: Any) -> None:
-    """Of two arguments of these names: whether they have the same ranks and device."""
+    """Raises unless the arguments `ep` and `collectives` have the same ranks and device."""
     check_open_collectives(collectives)
     for name in ("num_ranks", "rank", "device"):
         its, expected = getattr(collectives, name), getattr(ep, name)

@@ -393,7 +393,7 @@ class ExpertParallel(CommunicatorClient):
             )
 
     def _routing_of(self, handle: DispatchHandle, x: Any, topk_idx: Any, topk_weights: Any) -> arguments.Routing:
-        """For a dispatch along an earlier one."""
+        """The routing of `handle`, for another dispatch along it."""
         arguments.check_tensor(self.rank, "x", x)
         self._check_own(handle, "dispatch")
         return arguments.checked_routing_of(self.rank, x, topk_idx, topk_weights, handle._routing_as_sent(self.rank))

@@ -34,7 +34,7 @@ class ExpertWeights(NamedTuple):
         return weights
 
     def check_no_grad(self, ep: AnyExpertParallel) -> None:
-        """For a call that autograd would not record."""
+        """Raises if a weight requires grad: for a call that autograd would not record."""
         if not torch.is_grad_enabled():
             return
         for name, weight in (("w_gate_up", self.gate_up), ("w_down", self.down)):

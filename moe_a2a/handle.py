@@ -202,7 +202,7 @@ class DispatchHandle:
         return rows, None if scales is None else block_scales.unpacked(scales, self._scales_dtype, self.ep.hidden)
 
     def _routing_as_sent(self, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """For a dispatch along it. Raises ValueError if the caller has changed it in place since."""
+        """The routing, for a dispatch along it. Raises ValueError if the caller has changed it in place since."""
         now = _versions_of(*self._routing)
         if now != self._versions:
             name = "topk_weights" if now and self._versions and now[0] == self._versions[0] else "topk_idx"

@@ -31,10 +31,11 @@ def packed_topk(
     first_expert: int = 0,
     no_expert: int | None = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Of num_rows packed rows, at least as many as have landed: row_index int64 [num_rows], the row of recv_x of each, R * T where there
-    is none; ids and weights [num_rows, K], each in the column of its choice; sum_index, for the combine; numbers int32 [R + E_local]:
-    rows that landed from the ranks up to each, routes of each local expert. dtype, first_expert, no_expert: of the ids, as in
-    handle.recv_topk()."""
+    """(row_index, ids, weights, sum_index, numbers) of num_rows packed rows, at least as many as have landed.
+
+    row_index: int64 [num_rows], the row of recv_x of each; R * T where there is none. ids, weights: [num_rows, K], each in the
+    column of its choice. sum_index: for the combine. numbers: int32 [R + E_local], the rows that landed from the ranks up to each,
+    then the routes of each local expert. dtype, first_expert, no_expert: of the ids, as in handle.recv_topk()."""
     topk: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     topk = handle._core.packed_topk(handle._handle, num_rows, dtype, first_expert, no_expert)
     return topk

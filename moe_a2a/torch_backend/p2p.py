@@ -20,7 +20,7 @@ MOST_FRAMES = 12  # between batch_isend_irecv() and here: isend(), and the wrapp
 
 
 class Batches(threading.local):
-    """Of a group: the batch that each thread collects."""
+    """The batch that each thread collects for a group."""
 
     def __init__(self) -> None:
         self._operations: Sequence[Any] | None = None  # of the batch

@@ -294,7 +294,7 @@ class CallThread:
         return last is not None and not last.is_completed()
 
     def _find_a_thread(self) -> None:
-        """For the next call, if none runs."""
+        """Wakes or starts a thread for the next call, unless one runs."""
         if self._is_closed:
             self._changed.notify_all()  # one notification could wake a thread in close() instead of one of ours
         if self._runner is not None or not self._calls:
@@ -343,7 +343,7 @@ _open: weakref.WeakSet[CallThread] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """For groups that are not destroyed: a thread that needs the GIL while the interpreter ends aborts the process."""
+    """Ends the threads of groups that were not destroyed: one that needs the GIL while the interpreter ends aborts the process."""
     deadline = time.monotonic() + EXIT_SECONDS
     for thread in list(_open):
         thread.close(max(deadline - time.monotonic(), 0))

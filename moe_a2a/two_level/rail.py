@@ -210,7 +210,7 @@ class Rail:
         return [words[end:] for words in everyone]
 
     def compare_constructors(self, failure: BaseException | None) -> None:
-        """After a step of a constructor that may have failed on this node only."""
+        """Follows a step of a constructor that may have failed on this node only; see compare()."""
         self.compare(Constructor(), failure)
 
     def meet(self, collectives: Any, names: Sequence[str], values: Sequence[int], problem: str) -> None:

@@ -347,7 +347,7 @@ class HybridEPBuffer(OfExchange):
         return _Received(rows, probs, scales, tokens_per_expert, handle)
 
     def _check_bound(self, num_tokens: int) -> None:
-        """For calls that do not raise the bound."""
+        """Raises if a call that cannot raise the bound has more tokens."""
         bound = self.config.max_num_of_tokens_per_rank
         if self._num_topk and num_tokens > bound:
             raise ValueError(
