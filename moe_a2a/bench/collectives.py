@@ -108,7 +108,7 @@ def rank_main(options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
     clock = Clock(device, Measuring.of(options))
     is_first, lines = dist.get_rank() == 0, []
-    about = machine.about(device, dist.get_world_size())
+    about = machine.about(device)
     if is_first:
         print(
             f"# {options.kind}, {about['ranks']} ranks on {about['machine']}; torch {about['versions']['torch']}, in place"

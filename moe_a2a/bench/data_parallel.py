@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.options import add_how, add_outputs
 from moe_a2a.bench.report import Report, compare
@@ -77,18 +76,18 @@ def run(options: argparse.Namespace) -> int:
 def rank_main(options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
     clock = Clock(device, Measuring.of(options), SLEEP_CYCLES)
-    report = Report(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
+    report = Report(device, options, HEADER)
     peer = "nccl" if device.type == "cuda" else "gloo"
     groups = {peer: dist.new_group(backend=peer), OURS: dist.new_group(backend=OURS)}
     for nbytes in options.sizes:
         for what, of_group in CALLS.items():
             _compare(what, nbytes, groups, partial(of_group, nbytes, device), clock, report)
-        report.write(options)
+        report.write()
     for hidden in options.hidden:
         for what, wrap in WRAPS.items():
             steps = partial(TrainingStep, hidden, options, device, wrap)
             _compare(f"{what}, hidden {hidden}", 16 * options.layers * hidden**2, groups, steps, clock, report)
-            report.write(options)
+            report.write()
     report.print_left_out()
     clock.synchronize()
     dist.destroy_process_group(groups[OURS])

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 def rank_main(options: argparse.Namespace) -> int:
     device = this_ranks_device(options)
     how = Measuring.of(options)
-    about = machine.about(device, dist.get_world_size())
+    about = machine.about(device)
     about |= {"seed": options.seed, "cache": "flushed" if how.flush else "warm", "iterations": how.iterations}
     results = Results(about)
     is_first, is_written = dist.get_rank() == 0, True

@@ -96,10 +96,10 @@ def _check_memory(cases: list[Case], intermediate: int, copies: int) -> None:
 def _rank_main(options: argparse.Namespace, *, header: str, run_case: RunCase) -> int:
     device = this_ranks_device(options)
     clock = Clock(device, Measuring.of(options))
-    report = Report(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, header)
+    report = Report(device, options, header)
     for case in cases_of(options):
         run_case(case, options.intermediate, device, clock, report)
-        report.write(options)
+        report.write()
     report.print_left_out()
     dist.barrier()
     return 1 if report.failed else 0

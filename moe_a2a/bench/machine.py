@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from moe_a2a import devices, installation
 from moe_a2a.commands import checkout
 
 
-def about(device: torch.device, num_ranks: int) -> dict[str, Any]:
-    on_gpu = device.type == "cuda"
+def about(device: torch.device) -> dict[str, Any]:
+    """Called by a rank."""
+    on_gpu, num_ranks = device.type == "cuda", dist.get_world_size()
     return {
         "machine": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "name": f"{devices.short_name(device)}_{num_ranks}",

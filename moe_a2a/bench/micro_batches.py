@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moe_a2a
-from moe_a2a.bench import machine
 from moe_a2a.bench.beside import TimedProduct
 from moe_a2a.bench.cases import Case, Inputs, make_inputs
 from moe_a2a.bench.clock import Clock, Measuring, Step
@@ -105,7 +104,7 @@ def rank_main(options: argparse.Namespace) -> int:
     clock = Clock(device, Measuring.of(options))
     if device.type == "cpu" and dist.get_rank() == 0:
         print("on the CPU nothing overlaps: the transfers run before the product, and the last columns mean nothing")
-    report = Report(machine.about(device, dist.get_world_size()) | {"seed": options.seed}, HEADER)
+    report = Report(device, options, HEADER)
     for case in _cases(options):
         inputs = make_inputs(case, device)
         with moe_a2a.ExpertParallel(dist.group.WORLD, **case.config, device=device) as ep:
@@ -115,7 +114,7 @@ def rank_main(options: argparse.Namespace) -> int:
                 for product in (Linear, Grouped):
                     turns = Turns(transfers, product(ep, inputs), clock)
                     report.add(turns.measured(case))
-                    report.write(options)
+                    report.write()
             if options.trace:
                 turns.trace(options.trace)
             transfers.release(transfers.handle)

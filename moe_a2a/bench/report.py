@@ -7,9 +7,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_a2a.bench import machine
 from moe_a2a.bench.cases import Case
 from moe_a2a.bench.left_out import leave_out, left_out_lines
 from moe_a2a.bench.limits import Limits
@@ -19,8 +21,9 @@ from moe_a2a.bench.options import write_outputs
 class Report:
     """Kept by every rank; rank 0 prints and writes. A line is a dataclass of the bench's own, printed by its str()."""
 
-    def __init__(self, about: dict[str, Any], header: str):
-        self.about = about
+    def __init__(self, device: torch.device, options: argparse.Namespace, header: str):
+        self.about = about = machine.about(device) | {"seed": options.seed}
+        self._options = options
         self.lines: list[Any] = []
         self.limits: list[Limits] = []  # one per case
         self.left_out: list[dict[str, str]] = []
@@ -54,7 +57,7 @@ class Report:
         for line in left_out_lines(self.left_out):
             self._print(line)
 
-    def write(self, options: argparse.Namespace) -> None:
+    def write(self) -> None:
         """Called after each case, so that an interrupted run keeps its results."""
         if not self._is_first:
             return
@@ -64,7 +67,7 @@ class Report:
             "lines": [asdict(line) for line in self.lines],
             "left_out": self.left_out,
         }
-        self._is_written = write_outputs(options, self.about["name"], json.dumps(content, indent=1) + "\n")
+        self._is_written = write_outputs(self._options, self.about["name"], json.dumps(content, indent=1) + "\n")
 
     def _print(self, text: Any, end: str = "\n") -> None:
         if self._is_first:

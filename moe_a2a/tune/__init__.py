@@ -67,7 +67,7 @@ def rank_main(options: argparse.Namespace) -> int:
     if dist.get_rank() == 0:
         path, lines = options.output or files.own_file(device, num_ranks), [tuning.text(measured)]
         try:
-            files.write(path, machine.about(device, num_ranks) | tuning.about(options), measured)
+            files.write(path, machine.about(device) | tuning.about(options), measured)
             lines.append(f"tune: {path}")
         except OSError as error:  # a full disk
             print(f"tune: {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
