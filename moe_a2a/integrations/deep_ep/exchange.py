@@ -110,7 +110,7 @@ class Exchange:
         if found := self.find(kind, bound):
             return found
         self.agree(num_tokens, call)
-        return self.expert_parallel(kind, bound)
+        return self._new(kind, bound)
 
     def agreed_expert_parallel(self, kind: Kind, num_tokens: int, call: Call) -> ExpertParallel:
         """One that is large enough for every rank's batch; this rank's has num_tokens. Raises on every rank if the ranks make
@@ -119,7 +119,7 @@ class Exchange:
         newest = self.newest_of(kind)
         if newest is not None and most <= newest.num_max_tokens_per_rank:
             return newest
-        return self.expert_parallel(kind, most)
+        return self._new(kind, most)
 
     def find(self, kind: Kind, num_max_tokens: int) -> ExpertParallel | None:
         """One of that kind for batches of num_max_tokens, if there is one."""
@@ -153,10 +153,8 @@ class Exchange:
         are_counts = all(isinstance(n, int) and n > 0 for n in (num_experts, num_max_tokens))
         return are_counts and num_experts % self.num_ranks == 0 and dtype in arguments.ROW_DTYPES
 
-    def expert_parallel(self, kind: Kind, num_max_tokens: int) -> ExpertParallel:
-        """find(), or else a new one: num_max_tokens is the same on all ranks. Smaller ones stay: handles may refer to them."""
-        if found := self.find(kind, num_max_tokens):
-            return found
+    def _new(self, kind: Kind, num_max_tokens: int) -> ExpertParallel:
+        """num_max_tokens is the same on all ranks. Smaller ones stay: handles may refer to them."""
         ep = ExpertParallel(
             self.comm,
             num_experts=kind.num_experts,
