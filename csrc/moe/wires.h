@@ -42,6 +42,18 @@ MOE_A2A_DEVICE auto with_wire(bool is_small, const F& f) {
   return is_small ? f(std::type_identity<LlWire>{}) : f(std::type_identity<RowWire>{});
 }
 
+// Base of sources: rows that the caller has given.
+struct GivenRows {
+  static constexpr TraceKind kKind = TraceKind::kSend;
+  RowLayout layout;  // as the rows travel
+
+  template <class Port, class F>
+  MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
+    auto sender = make_warp_sender<Delivery>(port.warp, port.slot_at, port.done, port.stage, layout.num_bytes());
+    f(sender);
+  }
+};
+
 // Rows to the ranks of their experts, and sums back to the ranks of their tokens.
 MOE_A2A_DEVICE Exchange dispatch_rows(const Context& c, int buffer, uint64_t epoch) {
   return {c.heap, c.wait, c.region.row_signal, c.region.row, c.region.ll_row, c.config.by_pieces, buffer, epoch};

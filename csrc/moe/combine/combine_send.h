@@ -113,7 +113,7 @@ struct CombineSend {
               c.region.tickets.at(args.buffer, MoeRegion::kCombineQueue));
     const CombineSchedule<Wire> schedule(c, args.buffer, own);
     if (args.presummed) {
-      wire.send(schedule, PresummedRows{args, layout(args)});
+      wire.send(schedule, PresummedRows{{layout(args)}, args});
     } else {
       send_sums(type, args, wire, schedule, grid, block);
     }

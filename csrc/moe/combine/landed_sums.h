@@ -8,16 +8,9 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Source: the caller's sums, sent straight from `y`.
-struct PresummedRows {
-  static constexpr TraceKind kKind = TraceKind::kSend;
+struct PresummedRows : GivenRows {
   const CombineSendArgs& args;
-  RowLayout layout;
 
-  template <class Port, class F>
-  MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
-    auto sender = make_warp_sender<Delivery>(port.warp, port.slot_at, port.done, port.stage, layout.num_bytes());
-    f(sender);
-  }
   template <class Sender>
   MOE_A2A_DEVICE void send(const Warp&, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     RowSource row = layout.part(piece);

@@ -22,16 +22,9 @@ struct TokenSchedule {
 };
 
 // Source: the caller's rows as they are.
-struct TokenRows {
-  static constexpr TraceKind kKind = TraceKind::kSend;
+struct TokenRows : GivenRows {
   const DispatchSendArgs& args;
-  RowLayout layout;  // as the rows travel
 
-  template <class Port, class F>
-  MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
-    auto sender = make_warp_sender<Delivery>(port.warp, port.slot_at, port.done, port.stage, layout.num_bytes());
-    f(sender);
-  }
   template <class Sender>
   MOE_A2A_DEVICE void send(const Warp&, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     RowSource row = layout.part(piece);
@@ -191,7 +184,7 @@ struct DispatchSend {
         return true;
       });
     }
-    return args.quantize ? send(QuantizedRows{{args, layout}}) : send(TokenRows{args, layout});
+    return args.quantize ? send(QuantizedRows{{{layout}, args}}) : send(TokenRows{{layout}, args});
   }
 
   // Waits until `rank` no longer reads the previous use of this buffer, whether or not it exchanged tokens with this
