@@ -15,6 +15,7 @@ import torch
 
 import moe_a2a
 from moe_a2a import _core, installation
+from moe_a2a.devices import target_of
 
 HELP = "show what is installed and built in, and run a short self test"
 
@@ -89,7 +90,7 @@ def _devices_to_test() -> Iterator[list[torch.device]]:
     built = _core.built_targets()
     if "cpu" in built:
         yield [torch.device("cpu")] * NUM_RANKS
-    if torch.cuda.is_available() and ("hip" if torch.version.hip else "cuda") in built:
+    if torch.cuda.is_available() and target_of(torch.device("cuda")) in built:
         # One rank per GPU: on a shared GPU, kernels may wait for each other in its queues.
         yield [torch.device("cuda", gpu) for gpu in range(min(NUM_RANKS, torch.cuda.device_count()))]
 
