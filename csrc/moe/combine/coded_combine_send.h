@@ -57,9 +57,9 @@ struct CodedCombineSend {
     with_element_type(args.context.config.dtype, [&](auto type) {
       using T = decltype(type);
       if constexpr (kHasStreams && kLaneElements<T> == kLineValues) {
-        if (streams(args)) return f(StreamedCodedSums<T>{args});
+        if (streams(args)) return f(StreamedCodedSums<T>{{args}});
       }
-      f(CodedLandedSums<T>{args});
+      f(CodedLandedSums<T>{{args}});
     });
   }
 };

@@ -36,15 +36,19 @@ MOE_A2A_DEVICE CodedRow coded_row(const CodedCombineSendArgs& args, const Delive
   return {data, args.codec_to(delivery.first_dst_rank), config.dtype, config.hidden};
 }
 
-// Source: a warp loads and adds the terms.
-template <class T>
-struct CodedLandedSums {
+// Base of sources: a row's signal carries its codec.
+struct CodedSource {
   static constexpr TraceKind kKind = moe_kind::kSum;
   const CodedCombineSendArgs& args;
 
   MOE_A2A_DEVICE uint32_t payload(const Delivery& delivery) const {
     return static_cast<uint32_t>(args.codec_to(delivery.first_dst_rank));
   }
+};
+
+// Source: a warp loads and adds the terms.
+template <class T>
+struct CodedLandedSums : CodedSource {
   template <class Port, class F>
   MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
     InPlaceSender sender(port.warp, port.slot_at, port.done);
@@ -63,10 +67,7 @@ struct CodedLandedSums {
 
 // Source: the terms are streamed to the warp.
 template <class T>
-struct StreamedCodedSums {
-  static constexpr TraceKind kKind = moe_kind::kSum;
-  const CodedCombineSendArgs& args;
-
+struct StreamedCodedSums : CodedSource {
   template <class Reader, class InPlace>
   struct Sender {
     Reader& reader;
@@ -75,9 +76,6 @@ struct StreamedCodedSums {
     MOE_A2A_DEVICE void finish() { in_place.finish(); }
   };
 
-  MOE_A2A_DEVICE uint32_t payload(const Delivery& delivery) const {
-    return static_cast<uint32_t>(args.codec_to(delivery.first_dst_rank));
-  }
   template <class Port, class F>
   MOE_A2A_DEVICE void with_row_sender(const Port& port, const F& f) const {
     with_row_reader(port.warp, port.stage, [&](auto& reader) {
