@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moe_a2a import _core
+from moe_a2a import _core, environment
 
 
 def target_of(device: torch.device) -> str:
@@ -91,7 +91,7 @@ def this_gpu() -> int:
 def ranks_may_share_gpus() -> bool:
     """MOE_A2A_SHARE_GPUS=1: processes that share a GPU are no error. The driver divides the GPU's time among them, so a
     kernel that waits for another rank's never keeps that one from running, but every wait takes milliseconds."""
-    return os.environ.get("MOE_A2A_SHARE_GPUS", "") not in ("", "0")
+    return environment.is_on("MOE_A2A_SHARE_GPUS")
 
 
 def gpu_identity(device: torch.device) -> str | None:

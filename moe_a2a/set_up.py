@@ -74,14 +74,16 @@ def make_together(made: Made, allocate: Callable[[], None]) -> None:
 
 def _exchange(made: Made, meeting: Any, timeout: float, allocate: Callable[[], None]) -> list[bytes]:
     own: Exception | None = None
+    gpu = None
     try:
         allocate()
+        gpu = devices.gpu_identity(made.device)
     except Exception as error:
         own = error
     except BaseException:
         meeting.leave()
         raise
-    mine = (made.get_comm_handle(), devices.gpu_identity(made.device)) if own is None else (None, None)
+    mine = (made.get_comm_handle(), gpu) if own is None else (None, None)
     try:
         said = meeting.all_gather((*mine, repr(own) if own else None), timeout)
     except PeerTimeoutError:
@@ -94,7 +96,7 @@ def _exchange(made: Made, meeting: Any, timeout: float, allocate: Callable[[], N
         raise
     errors = [error for *_, error in said]
     if any(errors):
-        if own is None:
+        if made._core is not None:
             made._core.give_back()  # nobody has mapped it, or ever will
         _raise_first(made, own, errors)
     try:

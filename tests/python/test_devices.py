@@ -1,6 +1,7 @@
 """Which GPU a rank takes by default, and that no two ranks take the same one. Needs no GPU: PyTorch's answers
 are mocked."""
 
+import threading
 import types
 
 import pytest
@@ -99,6 +100,24 @@ def test_ranks_on_the_cpu_share_it():
     ranks.run_threads(3, lambda group: make(group).close())
 
 
+def test_a_rank_that_cannot_name_its_gpu_is_named_by_the_others(monkeypatch):
+    """Regression: they waited until the deadline."""
+    rank = threading.local()
+
+    def identity(device):
+        return devices.environment.is_on("MOE_A2A_SHARE_GPUS") if rank.number == 1 else None
+
+    monkeypatch.setattr(devices, "gpu_identity", identity)
+    monkeypatch.setenv("MOE_A2A_SHARE_GPUS", "2")
+
+    def program(group):
+        rank.number = group.rank
+        with pytest.raises(ValueError if group.rank == 1 else RuntimeError, match="MOE_A2A_SHARE_GPUS is '2'; set it"):
+            make(group)
+
+    ranks.run_threads(3, program)
+
+
 def test_a_gpu_is_told_by_its_own_name(monkeypatch):
     properties = types.SimpleNamespace(uuid="5c1e-77")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -114,10 +133,12 @@ def test_processes_may_share_a_gpu_if_they_are_told_so_and_threads_may_not(monke
         monkeypatch.setattr(devices.os, "getpid", lambda: process)
         return devices.gpu_identity(torch.device("cuda:0"))
 
-    monkeypatch.setenv("MOE_A2A_SHARE_GPUS", "0")
-    assert identity(7) == identity(8)
-    monkeypatch.setenv("MOE_A2A_SHARE_GPUS", "1")
-    assert identity(7) == identity(7) != identity(8)
+    for off in ("0", "", "false", "No", "off"):
+        monkeypatch.setenv("MOE_A2A_SHARE_GPUS", off)
+        assert identity(7) == identity(8)
+    for on in ("1", "true", "yes", "ON"):
+        monkeypatch.setenv("MOE_A2A_SHARE_GPUS", on)
+        assert identity(7) == identity(7) != identity(8)
     with pytest.raises(ValueError, match="ranks 0 and 2 are both on GPU 5c1e-77 in process 7"):
         devices.check_one_rank_per_gpu([identity(7), identity(8), identity(7)])
 

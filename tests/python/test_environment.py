@@ -10,7 +10,7 @@ pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("moe_a2a", "csrc", "cmake", "profiling", "tests", "build_backend", ".ci")
 READS = [
-    r"environ(?:ment)?(?:\.get\(|\.setdefault\(|\[)\s*\"(\w+)\"",  # Python
+    r"environ(?:ment)?(?:\.get\(|\.setdefault\(|\.is_on\(|\.seconds\(|\[)\s*\"(\w+)\"",  # Python
     r"\"(\w+)\" in os\.environ",
     r"\bgetenv\(\"(\w+)\"\)",  # C++
     r"\$ENV\{(\w+)\}",  # CMake

@@ -33,13 +33,19 @@ def test_vllm_finds_it():
     assert entry.load() is plugin.register
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
+@pytest.mark.parametrize("value", [None, "", "0", "false", "False", "off"])
 def test_it_does_nothing_unless_switched_on(monkeypatch, value):
     monkeypatch.delenv("MOE_A2A_VLLM", raising=False)
     if value is not None:
         monkeypatch.setenv("MOE_A2A_VLLM", value)
     monkeypatch.setitem(sys.modules, "vllm", None)  # importing it would raise
     plugin.register()
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch):
+    monkeypatch.setenv("MOE_A2A_VLLM", "2")
+    with pytest.raises(ValueError, match="MOE_A2A_VLLM is '2'; set it to 1 or 0"):
+        plugin.register()
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ LAYERS = {
         "capabilities",
         "codecs",
         "devices",
+        "environment",
         "errors",
         "files",
         "graph_tracing",

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
+
+from moe_a2a import environment
 
 log = logging.getLogger("moe_a2a")
 
 
 def register() -> None:
     """vLLM's entry point `vllm.general_plugins`, called in each of its processes. Does nothing unless switched on."""
-    if os.environ.get("MOE_A2A_VLLM", "0") in ("", "0"):
+    if not environment.is_on("MOE_A2A_VLLM"):
         return
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
