@@ -202,3 +202,11 @@ def test_float8_rows_are_sent_as_quantised(layers, monkeypatch, block, scale_dty
         assert (out == TOPK).all()
 
     ranks.run_threads(2, program)
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e10"])
+def test_a_timeout_that_is_none_is_refused(layers, monkeypatch, value):
+    """Regression: "could not convert string to float", which named no variable."""
+    monkeypatch.setenv("MOE_A2A_VLLM_TIMEOUT", value)
+    with pytest.raises(ValueError, match=f"MOE_A2A_VLLM_TIMEOUT is '{value}'; set it to a number of seconds"):
+        importlib.reload(layers)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.platforms import current_platform
 
-from moe_a2a import row_routes
+from moe_a2a import environment, row_routes
 from moe_a2a.block_scales import FP8_BLOCK
 from moe_a2a.communicator import Communicator
 from moe_a2a.devices import float8_dtype
@@ -27,7 +26,7 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 
 # Ranks may compile for minutes before their first call.
-TIMEOUT_SECONDS = float(os.environ.get("MOE_A2A_VLLM_TIMEOUT") or 300)
+TIMEOUT_SECONDS = environment.seconds("MOE_A2A_VLLM_TIMEOUT", 300)
 
 
 class Batch(NamedTuple):
