@@ -162,14 +162,13 @@ def _release(handle: DispatchHandle) -> None:
 
 def combine_refused_if_failed(handle: DispatchHandle) -> AbstractContextManager[None]:
     """Wraps work between a dispatch() and its combine(), for which peers may already wait: if it fails, that combine is
-    refused, and the handle released."""
+    refused for good, which ends the handle on every rank."""
 
     def failed(error: BaseException) -> None:
-        try:
-            if not isinstance(error, REPORTS):
-                refuse_combine(handle.ep, error, handle)
-        finally:
+        if isinstance(error, REPORTS) or not handle.is_open:
             _release(handle)
+        else:  # at once: a peer that finds a refused attempt first keeps its handle open, and then takes another buffer than this rank
+            _tell(handle.ep, error, lambda core, why: core.release(handle._handle, why))
 
     return Guard(failed)
 

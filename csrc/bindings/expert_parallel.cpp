@@ -217,12 +217,13 @@ class Core : public ClientCore {
     return multiply_and_combine(*ep(), *handle, second, type_, out, where(num_blocks));
   }
 
-  void release(const Handle& handle) {
+  // why: what peers that combine raise; empty: that this rank has released the handle.
+  void release(const Handle& handle, const std::string& why) {
     if (!views_) return;  // closed: nothing is held any more
     const LaunchPlace place = where(0);
     const auto core = ep();
     py::gil_scoped_release unlocked;
-    core->release(*handle, place);
+    core->release(*handle, place, why);
   }
 
   // For a handle that has been received and whose rows may still be read.
@@ -310,7 +311,7 @@ void bind_calls(py::class_<Core, ClientCore>& core) {
       .def("tell_dispatch_failed", &Core::tell_dispatch_failed)
       .def("tell_combine_failed", &Core::tell_combine_failed)
       .def_property_readonly("num_dispatches", &Core::num_dispatches)
-      .def("release", &Core::release)
+      .def("release", &Core::release, py::arg("handle"), py::arg("why") = "")
       .def("set_launch_table", &Core::set_launch_table)
       .def("blocks_for", &Core::blocks_for)
       .def("push_rows", &Core::push_rows);

@@ -4,11 +4,14 @@ Not only of ValueError and TypeError: a wrong or closed handle, MemoryError, num
 would also leave the peers waiting until their deadline, and the object would be lost on all ranks.
 """
 
+import time
+from unittest import mock
+
 import on_device
 import pytest
 import torch
 from refused_calls import REFUSED, REFUSER, SALT, Raises, run, small_batches  # noqa: F401  (a fixture)
-from small_calls import CONFIG, expected_output, experts, make_inputs
+from small_calls import CONFIG, expected_output, experts, good_call, make_inputs
 
 import moe_a2a
 from moe_a2a import calls
@@ -226,6 +229,35 @@ def test_a_rank_that_releases_while_the_others_combine():
                 with pytest.raises(REFUSED, match="rank 1 refused its call: it released the handle without a combine"):
                     on_device.combine(ep, y, handle)
             assert not handle.is_open
+
+    run(program)
+
+
+def test_a_combine_that_is_refused_for_good_ends_the_handle_on_every_rank():
+    """Regression: a peer could find the refusal of an attempt before that for good. Its handle stayed open, and the ranks took
+    different buffers for a later dispatch."""
+
+    def release_late(handle):
+        time.sleep(0.05)
+        handle._core.release(handle._handle)
+
+    def program(ep, group):
+        kept = []
+        for _ in range(3):
+            handle = ep.dispatch(*make_inputs(ep, SALT))
+            kept.append(handle)
+            if ep.rank == REFUSER:
+                with (
+                    mock.patch.object(type(handle), "release", release_late),
+                    pytest.raises(OSError, match="no disk"),
+                    calls.combine_refused_if_failed(handle),
+                ):
+                    raise OSError("no disk")
+            else:
+                with pytest.raises(REFUSED, match="rank 1 refused its call: OSError: no disk"):
+                    on_device.combine(ep, experts(handle), handle)
+            assert not handle.is_open
+        good_call(ep)
 
     run(program)
 
