@@ -9,6 +9,8 @@ import pytest
 import ranks
 import torch
 
+import moe_a2a
+
 pytestmark = pytest.mark.cpu
 
 LAYERS = "vllm.model_executor.layers.fused_moe"
@@ -210,3 +212,64 @@ def test_a_timeout_that_is_none_is_refused(layers, monkeypatch, value):
     monkeypatch.setenv("MOE_A2A_VLLM_TIMEOUT", value)
     with pytest.raises(ValueError, match=f"MOE_A2A_VLLM_TIMEOUT is '{value}'; set it to a number of seconds"):
         importlib.reload(layers)
+
+
+@pytest.mark.parametrize("kind", ["PrepareRows", "PrepareRoutes"])
+@pytest.mark.parametrize("point", ["before the dispatch", "after the dispatch", "before the combine", "in the combine"])
+def test_what_fails_on_one_rank_is_refused_on_the_other(layers, monkeypatch, kind, point):
+    """Regression: the other rank waited until the deadline."""
+    own_error, words = torch.OutOfMemoryError, f"no memory left {point}"
+    if point == "in the combine":
+        own_error, words = ValueError, "y has shape"
+    here = threading.local()
+    monkeypatch.setattr(layers, "get_ep_group", lambda: SimpleNamespace(cpu_group=here.group))
+    monkeypatch.setattr(layers, "TIMEOUT_SECONDS", ranks.slack(10))
+
+    def fail_at(this_point):
+        if here.fails and this_point == point:
+            raise torch.OutOfMemoryError(f"no memory left {point}")
+
+    def to_send(layer, x, quant_config):
+        fail_at("before the dispatch")
+        return x, None
+
+    def quantise(rows, scale, **how):
+        fail_at("after the dispatch")
+        return rows, torch.ones(len(rows), 1)
+
+    def apply(fused_expert_output, **_):
+        fail_at("before the combine")
+        return fused_expert_output[:, 1:] if here.fails else fused_expert_output
+
+    monkeypatch.setattr(layers.PrepareAndFinalize, "_to_send", to_send)
+    monkeypatch.setattr(layers.PrepareRows, "_to_send", to_send)
+    monkeypatch.setattr(layers, "moe_kernel_quantize_input", quantise)
+    per_token = SimpleNamespace(
+        quant_dtype=torch.int8, use_nvfp4_w4a4=False, a1_scale=None, per_act_token_quant=True, block_shape=None
+    )
+    per_token.mx_alignment, per_token.is_scale_swizzled = 0, True
+    x, ids, weights = torch.ones(5, HIDDEN), torch.tensor([[0, 5]] * 5), torch.ones(5, TOPK)
+
+    def program(group):
+        here.group, here.fails = group, False
+        kept = []  # tracebacks, which hold on to the handles
+        layer = getattr(layers, kind)(2, MOST, False)
+
+        def call():
+            rows, *_ = layer.prepare(x, weights, ids, EXPERTS, None, False, per_token)
+            out = torch.empty_like(x)
+            layer.finalize(out, torch.ones_like(rows), None, None, False, SimpleNamespace(apply=apply))
+            return out
+
+        for fails in (False, True, True, True):  # more often than there are buffers
+            here.fails = fails and group.rank == 0
+            if not fails:
+                assert (call() == 2).all()
+                continue
+            with pytest.raises(own_error if group.rank == 0 else moe_a2a.PeerRefusedError, match=words) as raised:
+                call()
+            kept.append(raised)
+        here.fails = False
+        assert (call() == 2).all()
+
+    ranks.run_threads(2, program)

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.platforms import current_platform
 
-from moe_a2a import environment, row_routes
+from moe_a2a import calls, environment, row_routes
 from moe_a2a.block_scales import FP8_BLOCK
 from moe_a2a.communicator import Communicator
 from moe_a2a.devices import float8_dtype
@@ -38,8 +38,8 @@ class Batch(NamedTuple):
     num_tokens: int  # of all ranks, at most
 
 
-# The handle, and for the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
-Dispatched = tuple[DispatchHandle, Tensor, Tensor | None, Tensor, Tensor]
+# For the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
+Received = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
 # The kernels around the experts' products take all R * T rows, including those that hold nothing, so T is as small as it can be. Below
 # this it makes no difference.
@@ -118,20 +118,25 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> mk.PrepareResultType:
-        if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
-                raise ValueError(f"apply_router_weight_on_input needs top-1, not top-{topk_ids.shape[1]}")
-            a1 = a1 * topk_weights.to(a1.dtype)
         sizes = num_experts, topk_ids.shape[1], a1.shape[1], self._num_max_tokens
         ep = expert_parallel(get_ep_group().cpu_group, *sizes, a1.dtype, a1.device)
-        ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
-        sent = (a1, None) if defer_input_quant else self._to_send(a1, quant_config)
-        batch = Batch(*sent, ids, topk_weights.float(), *self._sizes(ep, len(a1)))
-        self._handle, rows, scales, local_ids, weights = self._dispatch(ep, batch)
-        if scales is None and not defer_input_quant:
-            rows, scales = _quantized(rows, quant_config)
-        counts = mk.ExpertTokensMetadata(expert_num_tokens=self._handle.expert_counts, expert_num_tokens_cpu=None)
-        return rows, scales, counts, local_ids.to(topk_ids.dtype), weights.to(topk_weights.dtype)
+        with calls.dispatch_refused_if_failed(ep):
+            if apply_router_weight_on_input:
+                if topk_ids.shape[1] != 1:
+                    raise ValueError(f"apply_router_weight_on_input needs top-1, not top-{topk_ids.shape[1]}")
+                a1 = a1 * topk_weights.to(a1.dtype)
+            ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
+            sent = (a1, None) if defer_input_quant else self._to_send(a1, quant_config)
+            batch = Batch(*sent, ids, topk_weights.float(), *self._sizes(ep, len(a1)))
+            handle = self._dispatch(ep, batch)
+        with calls.combine_refused_if_failed(handle):
+            rows, scales, local_ids, weights = self._received(handle, batch)
+            if scales is None and not defer_input_quant:
+                rows, scales = _quantized(rows, quant_config)
+            counts = mk.ExpertTokensMetadata(expert_num_tokens=handle.expert_counts, expert_num_tokens_cpu=None)
+            prepared = rows, scales, counts, local_ids.to(topk_ids.dtype), weights.to(topk_weights.dtype)
+        self._handle = handle
+        return prepared
 
     def _to_send(self, x: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
         """x, or what the experts ask for in its place, with scales."""
@@ -159,26 +164,31 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         apply_router_weight_on_input: bool,
         weight_and_reduce_impl: mk.TopKWeightAndReduce,
     ) -> None:
-        if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
-            weight_and_reduce_impl = TopKWeightAndReduceContiguous()
-        y = weight_and_reduce_impl.apply(
-            output=None,
-            fused_expert_output=fused_expert_output,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-        )
         handle, self._handle = self._handle, None
         if handle is None:
             raise RuntimeError("finalize() follows no prepare() of this layer")
+        with calls.combine_refused_if_failed(handle):
+            if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
+                weight_and_reduce_impl = TopKWeightAndReduceContiguous()
+            y = weight_and_reduce_impl.apply(
+                output=None,
+                fused_expert_output=fused_expert_output,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                apply_router_weight_on_input=apply_router_weight_on_input,
+            )
         # vLLM may have the experts write into the memory of `output`.
         is_apart = y.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
-        combined = self._combine(handle, y, output if is_apart else None)
+        with calls.released_if_failed(handle):
+            combined = self._combine(handle, y, output if is_apart else None)
         if not is_apart:
             output.copy_(combined)
 
     @abstractmethod
-    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> Dispatched: ...
+    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> DispatchHandle: ...
+
+    @abstractmethod
+    def _received(self, handle: DispatchHandle, batch: Batch) -> Received: ...
 
     @abstractmethod
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
@@ -197,15 +207,18 @@ class PrepareRows(PrepareAndFinalize):
         is_sent = scales is not None and scales.dtype == torch.float32 and scales.shape[1] * FP8_BLOCK == x.shape[1]
         return (rows, scales) if is_sent else (x, None)
 
-    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> Dispatched:
-        x, x_scales, ids, weights, most_tokens, num_tokens = batch
-        handle = ep.dispatch(x, ids, weights, x_scales=x_scales, num_max_tokens_per_rank=most_tokens)
-        first = ep.rank * ep.num_local_experts
+    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> DispatchHandle:
+        most, scales = batch.most_tokens, batch.x_scales
+        return ep.dispatch(batch.x, batch.ids, batch.weights, x_scales=scales, num_max_tokens_per_rank=most)
+
+    def _received(self, handle: DispatchHandle, batch: Batch) -> Received:
+        ep = handle.ep
+        first, num_rows = ep.rank * ep.num_local_experts, ep.num_ranks * handle.num_max_tokens_per_rank
         # Experts index tables with the ids, so none may be -1. They also count each id: one id for all others would be slow.
-        if most_tokens >= LEAST_TOKENS_PACKED and 4 * num_tokens <= 3 * ep.num_ranks * handle.num_max_tokens_per_rank:
-            return handle, *_packed(handle, num_tokens, first, ids.dtype)
-        global_ids, recv_weights = handle.recv_topk(first_expert=first, no_expert=None, dtype=ids.dtype)
-        return handle, *handle.contiguous_rows(), global_ids, recv_weights
+        if batch.most_tokens >= LEAST_TOKENS_PACKED and 4 * batch.num_tokens <= 3 * num_rows:
+            return _packed(handle, batch.num_tokens, first, batch.ids.dtype)
+        global_ids, weights = handle.recv_topk(first_expert=first, no_expert=None, dtype=batch.ids.dtype)
+        return *handle.contiguous_rows(), global_ids, weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
         return handle.ep.combine(y, handle, presummed=True, out=out)
@@ -215,23 +228,23 @@ class PrepareRoutes(PrepareAndFinalize):
     """For experts that take local ids only: one row per route, with its one expert. Copies the rows, and the host reads how
     many there are."""
 
-    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> Dispatched:
-        x, _, ids, weights, most_tokens, _ = batch
-        handle = ep.dispatch(x, ids, weights, layout="expert_major", num_max_tokens_per_rank=most_tokens)
+    def _dispatch(self, ep: ExpertParallel, batch: Batch) -> DispatchHandle:
+        most = batch.most_tokens
+        return ep.dispatch(batch.x, batch.ids, batch.weights, layout="expert_major", num_max_tokens_per_rank=most)
+
+    def _received(self, handle: DispatchHandle, batch: Batch) -> Received:
         num_routes = handle.num_routes
-        positions = torch.arange(num_routes, device=x.device)
+        positions = torch.arange(num_routes, device=batch.x.device)
         local_ids = torch.searchsorted(handle.expert_offsets[1:].contiguous(), positions, right=True)
         weights = handle.route_weights[:num_routes, None].clone()
         row_routes.make_unweighted(handle)  # the experts apply them
-        return handle, handle.expert_x[:num_routes], None, local_ids[:, None], weights
+        return handle.expert_x[:num_routes], None, local_ids[:, None], weights
 
     def _combine(self, handle: DispatchHandle, y: Tensor, out: Tensor | None) -> Tensor:
         return handle.ep.combine(y, handle, out=out)
 
 
-def _packed(
-    handle: DispatchHandle, num_rows: int, first_expert: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+def _packed(handle: DispatchHandle, num_rows: int, first_expert: int, dtype: torch.dtype) -> Received:
     """Copies of the rows that hold a token and of their scales, with the experts of each; num_rows is at least their number. The
     combine then takes its sums from the same places."""
     topk = row_routes.packed_topk(handle, num_rows, dtype, first_expert, None)
