@@ -140,9 +140,9 @@ def test_small_batches_get_few_rows(layers, monkeypatch, most):
     ranks.run_threads(2, program)
 
 
-def quantized(rows, a_scale, quant_dtype, per_act_token_quant, block_shape, mx_alignment, scale_dtype=torch.float32):
+def quantized(rows, a_scale, *, quant_dtype, block_shape, scale_dtype=torch.float32, **how):
     """As vLLM's quantisation by blocks."""
-    assert a_scale is None and not per_act_token_quant and mx_alignment == 0
+    assert a_scale is None and how == {"per_act_token_quant": False, "is_scale_swizzled": True, "mx_alignment": 0}
     blocks = rows.float().unflatten(1, (-1, block_shape[1]))
     scales = blocks.abs().amax(2).clamp(min=1e-10) / 448
     return (blocks / scales[:, :, None]).flatten(1).to(quant_dtype), scales.to(scale_dtype)
@@ -169,6 +169,7 @@ def test_float8_rows_are_sent_as_quantised(layers, monkeypatch, block, scale_dty
         a1_scale=None,
         per_act_token_quant=False,
         block_shape=[128, block],
+        is_scale_swizzled=True,
         mx_alignment=0,
     )
     apart = SimpleNamespace(apply=lambda fused_expert_output, **_: fused_expert_output)
@@ -191,7 +192,15 @@ def test_float8_rows_are_sent_as_quantised(layers, monkeypatch, block, scale_dty
             arrived = ((ids >= first) & (ids < first + EXPERTS // 2)).any(dim=1).tolist() * 2
             places = [sum(arrived[:i]) if arrived[i] else -1 for i in range(10)]
         for rank in range(2):
-            expected = quantized(all_x[rank], None, torch.float8_e4m3fn, False, [128, block], 0, scale_dtype)
+            expected = layers.moe_kernel_quantize_input(
+                all_x[rank],
+                None,
+                quant_dtype=torch.float8_e4m3fn,
+                block_shape=[128, block],
+                per_act_token_quant=False,
+                is_scale_swizzled=True,
+                mx_alignment=0,
+            )
             for token in range(5):
                 place = places[5 * rank + token]
                 if place < 0 or not (by[place] > 0).any():
@@ -204,6 +213,25 @@ def test_float8_rows_are_sent_as_quantised(layers, monkeypatch, block, scale_dty
         assert (out == TOPK).all()
 
     ranks.run_threads(2, program)
+
+
+@pytest.mark.parametrize("kind", ["PrepareRows", "PrepareRoutes"])
+@pytest.mark.parametrize("swizzled", [True, False])
+def test_scales_are_laid_out_as_the_experts_take_them(layers, monkeypatch, kind, swizzled):
+    """Regression: those of NVFP4 and MXFP8 rows were always swizzled. Kernels that read them as a plain matrix got wrong ones."""
+    monkeypatch.setattr(layers, "get_ep_group", lambda: SimpleNamespace(cpu_group=moe_a2a.thread_group(1)[0]))
+    wanted = []
+
+    def quantise(rows, scale, *, is_scale_swizzled, **how):
+        wanted.append(is_scale_swizzled)
+        return rows, torch.ones(len(rows), HIDDEN // 32, dtype=torch.uint8)
+
+    monkeypatch.setattr(layers, "moe_kernel_quantize_input", quantise)
+    sizes = {"per_act_token_quant": False, "block_shape": [1, 32], "mx_alignment": 0, "is_scale_swizzled": swizzled}
+    config = SimpleNamespace(quant_dtype="mxfp8", use_nvfp4_w4a4=False, a1_scale=None, **sizes)
+    layer = getattr(layers, kind)(1, MOST, False)
+    layer.prepare(torch.ones(2, HIDDEN), torch.ones(2, TOPK), torch.tensor([[0, 5]] * 2), EXPERTS, None, False, config)
+    assert wanted == [swizzled]
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "1e10"])

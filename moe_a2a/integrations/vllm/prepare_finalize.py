@@ -272,6 +272,7 @@ def _quantized(rows: Tensor, config: Any) -> tuple[Tensor, Tensor | None]:
         quant_dtype=config.quant_dtype,
         per_act_token_quant=config.per_act_token_quant,
         block_shape=config.block_shape,
+        is_scale_swizzled=config.is_scale_swizzled,
         mx_alignment=config.mx_alignment,
     )
     return quantized
