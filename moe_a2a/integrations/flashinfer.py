@@ -15,7 +15,7 @@ create_communication() go to ExpertParallel: timeout, num_blocks, num_max_ll_tok
 A received row lists the experts of this rank that its token chose; other choices are invalid_expert_id. Rows are in bfloat16 or
 float16 (dispatch_format None, BF16, FP16), or float8 with a float32 per 128 values (DeepSeekFp8) or a byte per 32 (MXFP8: scales
 [num_tokens, ceil(hidden / 32)], not swizzled).
-Contract: `flashinfer/moe_ep/core/comm/communication.py` of FlashInfer 0.7.2.
+Contract: `flashinfer/moe_ep/core/comm/communication.py` of FlashInfer 0.7.2 and 0.7.4.
 """
 
 from __future__ import annotations
@@ -89,11 +89,12 @@ class MoeA2ACommunication(MoEEpCommunication):
         topk_weights: Tensor | None = None,
         *,
         hidden_states_scale: Tensor | None = None,
-        max_tokens_per_rank: int | None = None,
+        runtime_max_tokens_per_rank: int | None = None,
         eplb_local_stats: Tensor | None = None,
+        max_tokens_per_rank: int | None = None,  # its name in FlashInfer 0.7.2
     ) -> MoEEpDispatchResult:
         """Returns views that are valid until combine(), or copies where rows would have gaps between them. tokens_per_rank of the
-        result is max_tokens_per_rank rounded up to a power of two, if that is below params.max_tokens_per_rank."""
+        result is runtime_max_tokens_per_rank rounded up to a power of two, if that is below params.max_tokens_per_rank."""
         with calls.dispatch_refused_if_failed(self._ep):
             if self._handle is not None and self._handle.is_open:
                 raise RuntimeError(f"dispatch() on rank {self.ep_rank} follows a dispatch(); call combine() first")
@@ -106,7 +107,9 @@ class MoeA2ACommunication(MoEEpCommunication):
                 topk_ids,
                 topk_weights,
                 x_scales=hidden_states_scale,
-                num_max_tokens_per_rank=max_tokens_per_rank,
+                num_max_tokens_per_rank=max_tokens_per_rank
+                if runtime_max_tokens_per_rank is None
+                else runtime_max_tokens_per_rank,
             )
         self._handle = handle
         with calls.combine_refused_if_failed(handle):

@@ -3,7 +3,9 @@
 # ruff: noqa: E402 (what follows importorskip needs flashinfer)
 
 import dataclasses
+import inspect
 import time
+import types
 
 import on_device
 import pytest
@@ -16,7 +18,12 @@ pytest.importorskip("flashinfer", reason="flashinfer is not a test dependency: p
 
 from flashinfer.fused_moe.api import QuantFormat
 from flashinfer.moe_ep.config import BootstrapConfig
-from flashinfer.moe_ep.core.comm import MoEEpCommParams, available_communication_backends, create_communication
+from flashinfer.moe_ep.core.comm import (
+    MoEEpCommParams,
+    MoEEpCommunication,
+    available_communication_backends,
+    create_communication,
+)
 
 import moe_a2a
 import moe_a2a.integrations.flashinfer  # noqa: F401 (registers the backend)
@@ -24,6 +31,8 @@ from moe_a2a.devices import default_device, float8_dtype
 
 SEED = 20261124
 HIDDEN, TOPK, EXPERTS_PER_RANK, MOST_TOKENS = 256, 3, 4, 40
+# What the installed FlashInfer calls it: max_tokens_per_rank in 0.7.2, runtime_max_tokens_per_rank since 0.7.4.
+(BOUND,) = (name for name in inspect.signature(MoEEpCommunication.dispatch).parameters if "max_tokens_per_rank" in name)
 
 
 def parameters(num_ranks, **changes):
@@ -80,7 +89,7 @@ def test_pairs_follow_the_contract(num_ranks, dtype, id_dtype, weighted):
             x, ids = x.to(device), topk_ids.to(device, id_dtype)
             given = topk_weights.to(device) if weighted else None
             most = max(len(tokens_of(rank, call, num_experts, dtype)[0]) for rank in range(num_ranks)) if call else None
-            received = comm.dispatch(x, ids, given, max_tokens_per_rank=most)
+            received = comm.dispatch(x, ids, given, **{BOUND: most})
             expected_rows = MOST_TOKENS if most is None else min(1 << (most - 1).bit_length(), MOST_TOKENS)
             assert received.tokens_per_rank == expected_rows
             num_rows = comm.ep_size * received.tokens_per_rank
@@ -105,7 +114,7 @@ def test_a_step_without_tokens():
     def program(group):
         comm, device = backend(group), default_device()
         x = torch.empty(0, HIDDEN, dtype=torch.bfloat16, device=device)
-        received = comm.dispatch(x, torch.empty(0, TOPK, dtype=torch.int32, device=device), max_tokens_per_rank=0)
+        received = comm.dispatch(x, torch.empty(0, TOPK, dtype=torch.int32, device=device), **{BOUND: 0})
         assert received.tokens_per_rank == 1 and (received.topk_ids == -1).all()
         assert comm.combine(torch.full_like(received.hidden_states, torch.nan)).shape == x.shape
         comm.destroy()
@@ -219,7 +228,7 @@ def test_what_fails_after_the_rows_have_arrived_is_refused_on_the_other():
         ids = torch.full((1, TOPK), EXPERTS_PER_RANK * (1 - comm.ep_rank), device=device)
         right = comm.params
         if comm.ep_rank == 0:
-            comm.params = dataclasses.replace(right, invalid_expert_id="none")
+            comm.params = types.SimpleNamespace(invalid_expert_id="none")
             with pytest.raises(TypeError, match="no_expert='none' is a str on rank 0"):
                 comm.dispatch(x, ids)
             comm.params = right
