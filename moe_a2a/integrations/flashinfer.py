@@ -37,7 +37,7 @@ except ImportError as error:
         "moe_a2a.integrations.flashinfer needs flashinfer 0.7.2 or newer: pip install 'flashinfer-python>=0.7.2'"
     ) from error
 
-from moe_a2a import arguments, calls, set_up
+from moe_a2a import arguments, calls, groups, set_up
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
 
@@ -57,25 +57,25 @@ class MoeA2ACommunication(MoEEpCommunication):
                     f"dispatch_format={row_format} on rank {self.ep_rank}; moe_a2a sends rows as None (params.dtype), "
                     f"{', '.join(ROW_FORMATS)}"
                 )
-        if bootstrap.device is not None:
-            options.setdefault("device", torch.device("cuda", bootstrap.device))
-        self._handle: DispatchHandle | None = None  # between dispatch() and combine()
-        self._ep = ExpertParallel(
-            bootstrap.process_group,
-            num_experts=params.num_experts,
-            num_topk=params.top_k,
-            hidden=params.hidden_size,
-            num_max_tokens_per_rank=params.max_tokens_per_rank,
-            dtype=params.token_dtype,
-            **options,
-        )
-        if (self._ep.rank, self._ep.num_ranks) != (self.ep_rank, self.ep_size):
-            rank, num_ranks = self._ep.rank, self._ep.num_ranks
-            self._ep.close()
-            raise ValueError(
-                f"bootstrap says rank {self.ep_rank} of {self.ep_size}, its process_group rank {rank} of {num_ranks}; pass "
-                "the group of the expert-parallel ranks"
+            group = bootstrap.process_group
+            group = groups.as_group(getattr(group, "_group", group))  # of a Communicator
+            if (group.rank, group.num_ranks) != (self.ep_rank, self.ep_size):
+                raise ValueError(
+                    f"bootstrap says rank {self.ep_rank} of {self.ep_size}, its process_group rank {group.rank} of "
+                    f"{group.num_ranks}; pass the group of the expert-parallel ranks"
+                )
+            if bootstrap.device is not None:
+                options.setdefault("device", torch.device("cuda", bootstrap.device))
+            how = dict(
+                num_experts=params.num_experts,
+                num_topk=params.top_k,
+                hidden=params.hidden_size,
+                num_max_tokens_per_rank=params.max_tokens_per_rank,
+                dtype=params.token_dtype,
+                **options,
             )
+        self._handle: DispatchHandle | None = None  # between dispatch() and combine()
+        self._ep = ExpertParallel(bootstrap.process_group, **how)
 
     @classmethod
     def is_platform_supported(cls) -> bool:

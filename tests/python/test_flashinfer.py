@@ -263,6 +263,33 @@ def test_parameters_that_one_rank_cannot_take():
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize(
+    ("bootstrap", "options", "words"),
+    [
+        ({"rank": 2, "world_size": 3}, {}, "bootstrap says rank 2 of 3"),
+        ({}, {"dtype": torch.float16}, "multiple values for keyword argument 'dtype'"),
+        ({}, {"num_blocs": 1}, "num_blocs"),
+    ],
+    ids=["rank", "argument given twice", "argument"],
+)
+def test_what_fails_in_a_constructor_is_told_to_the_other(bootstrap, options, words):
+    """Regression: the other rank waited until the deadline, or made an object that no call could use."""
+
+    def program(group):
+        own = moe_a2a.as_group(group)
+        settings = {"world_size": 2, "rank": own.rank, "process_group": own}
+        params = parameters(6 if "world_size" in bootstrap else 2)  # divisible by any number of ranks here
+        if own.rank == 0:
+            with pytest.raises((TypeError, ValueError, RuntimeError), match=words):
+                create_communication(BootstrapConfig(**{**settings, **bootstrap}), params, "moe_a2a", **options)
+        else:
+            with pytest.raises(RuntimeError, match=f"rank 0 could not make its ExpertParallel: .*{words}"):
+                create_communication(BootstrapConfig(**settings), params, "moe_a2a", timeout=ranks.slack(10))
+        backend(group).destroy()
+
+    on_device.run(2, program)
+
+
 def test_a_bootstrap_of_other_ranks_is_refused():
     bootstrap = BootstrapConfig(world_size=2, rank=1, process_group=moe_a2a.thread_group(1)[0])
     with pytest.raises(ValueError, match="rank 1 of 2, its process_group rank 0 of 1"):
