@@ -19,6 +19,7 @@ from moe_a2a.arguments import ROW_DTYPES
 ExpertsModule: TypeAlias = Any
 
 FLAGS = ("has_gate", "has_bias", "is_transposed")  # transformers 5.23 adds has_post_expert_norm and _is_expert_parallel
+KNOWN_FLAGS = (*FLAGS, "is_concatenated", "has_post_expert_norm")  # _apply_gate() knows what is concatenated
 STACKED_PARAMETERS = (
     "gate_up_proj",
     "gate_up_proj_bias",
@@ -35,6 +36,16 @@ def is_experts_module(module: nn.Module) -> bool:
 
 def require_supported(module: ExpertsModule) -> None:
     name = type(module).__name__
+    if unknown := [flag for flag, value in vars(module).items() if value is True and _is_unknown(flag)]:
+        raise ValueError(
+            f"{name} sets {', '.join(unknown)}, which this version of moe_a2a does not know: it would be ignored"
+        )
+    weights = (first_weight(module), "down_proj")
+    needed = [*weights, *(f"{weight}_bias" for weight in weights if module.has_bias)]
+    if missing := [parameter for parameter in needed if getattr(module, parameter, None) is None]:
+        raise ValueError(
+            f"{name} has no {', '.join(missing)}: experts with stacked weights of these names are supported"
+        )
     if getattr(module, "_is_expert_parallel", False) or isinstance(module.down_proj, DTensor):
         raise ValueError(
             f"{name} is already split by transformers' own expert parallelism: load the model "
@@ -45,6 +56,14 @@ def require_supported(module: ExpertsModule) -> None:
             f"{name} has {module.down_proj.dtype} weights: experts in "
             "float32, float16 and bfloat16 are supported (for FP8 checkpoints: dequantize=True)"
         )
+
+
+def _is_unknown(flag: str) -> bool:
+    return flag.startswith(("has_", "is_")) and flag not in KNOWN_FLAGS
+
+
+def first_weight(module: ExpertsModule) -> str:
+    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def num_experts_per_rank(num_experts: int, num_ranks: int) -> int:
@@ -73,8 +92,7 @@ def keep_only(module: ExpertsModule, owned: range) -> None:
 
 def run_owned_experts(module: ExpertsModule, owned: range, expert_x: Tensor, expert_offsets: Tensor) -> Tensor:
     """expert_x [n, H], grouped by owned expert; expert_offsets [len(owned) + 1] -> y [n, H]."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = _grouped_linear(module, up, owned, expert_x, expert_offsets)
+    hidden = _grouped_linear(module, first_weight(module), owned, expert_x, expert_offsets)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     y = _grouped_linear(module, "down_proj", owned, hidden, expert_offsets)
     return normed(module, y)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import moe_a2a
 from moe_a2a.expert_weights import GRANULARITY, KERNEL_DTYPES
-from moe_a2a.integrations.experts_module import ExpertsModule, normed, own_part
+from moe_a2a.integrations.experts_module import ExpertsModule, first_weight, normed, own_part
 
 ACTIVATIONS = {
     None: lambda x, alpha: x,
@@ -65,7 +65,7 @@ def epilogue_of(module: ExpertsModule) -> Epilogue | None:
 
 def why_not(module: ExpertsModule, x: Tensor, owned: range) -> str | None:
     """Why the kernels cannot run these experts on rows like x; None if they can."""
-    weights = [_weight(module, name, owned) for name in (_first(module), "down_proj")]
+    weights = [_weight(module, name, owned) for name in (first_weight(module), "down_proj")]
     if any(w.dtype != x.dtype for w in weights) or x.dtype not in KERNEL_DTYPES:
         return f"rows are {x.dtype}, weights {weights[0].dtype}: the kernels take bfloat16 or float16 of both"
     for w in weights:
@@ -85,16 +85,12 @@ def run_by_kernels(module: ExpertsModule, owned: range, handle: moe_a2a.Dispatch
     epilogue = epilogue_of(module)
     assert epilogue is not None  # checked by why_not()
     offsets = handle.expert_offsets[: len(owned) + 1]
-    first, bias = _weight(module, _first(module), owned), _bias(module, _first(module), owned)
+    first, bias = _weight(module, first_weight(module), owned), _bias(module, first_weight(module), owned)
     rows = handle.expert_row_index
     inner = moe_a2a.grouped_gemm(handle.recv_x, rows, offsets, first, **asdict(epilogue), bias=bias)
     down, bias = _weight(module, "down_proj", owned), _bias(module, "down_proj", owned)
     y = moe_a2a.grouped_gemm(inner, None, offsets, down, bias=bias)
     return normed(module, y)
-
-
-def _first(module: ExpertsModule) -> str:
-    return "gate_up_proj" if module.has_gate else "up_proj"
 
 
 def _weight(module: ExpertsModule, name: str, owned: range) -> Tensor:

@@ -213,6 +213,29 @@ def test_models_that_cannot_be_split_are_refused():
         shard_experts(quantised, group)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda module: setattr(module, "has_expert_scale", True), "sets has_expert_scale"),
+        (lambda module: setattr(module, "is_shared", True), "sets is_shared"),
+        (lambda module: delattr(module, "gate_up_proj"), "has no gate_up_proj"),
+        (lambda module: setattr(module, "has_bias", True), "has no gate_up_proj_bias, down_proj_bias"),
+    ],
+)
+def test_experts_of_a_kind_that_is_not_known_are_refused(change, words):
+    """A flag that a newer transformers adds would otherwise be ignored, with wrong results."""
+    (group,) = moe_a2a.thread_group(1)
+    module = experts_of(tiny_model("mixtral"))
+    change(module)
+    with register(group, name="moe_a2a:unknown") as experts, torch.no_grad():
+        for call in (
+            lambda: shard_experts(torch.nn.ModuleList([module]), group),
+            lambda: experts(module, *random_tokens(0, 3)),
+        ):
+            with pytest.raises(ValueError, match=f"MixtralExperts {words}"):
+                call()
+
+
 def refuse_distributed_weights(group):
     model = tiny_model("mixtral")
     mesh = DeviceMesh("cpu", [0])
