@@ -183,7 +183,8 @@ class RegisteredExperts:
             )
         with calls.combine_refused_if_failed(handle):
             y = (kernel_experts.run_by_kernels if by_kernels else _run_by_torch)(module, owned, handle).to(ep.dtype)
-        return ep.combine(y, handle)
+        with calls.released_if_failed(handle):  # nobody can try the combine again
+            return ep.combine(y, handle)
 
     def close(self) -> None:
         """Free the buffers and unregister the name; every rank of the group calls it."""

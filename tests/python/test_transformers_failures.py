@@ -186,6 +186,25 @@ def test_an_error_in_the_experts_leaves_the_buffers_usable(ranks_that_fail, num_
         assert_close(actual, eager(module, *random_tokens(rank, 5)))
 
 
+def test_a_combine_that_one_rank_cannot_make_leaves_the_buffers_usable():
+    """Regression: a traceback that somebody keeps held a buffer on some ranks only, and none was left after two errors."""
+    module = experts_of(tiny_model("mixtral"))
+    modules = [copy.deepcopy(module) for _ in range(2)]
+
+    def rank_main(rank, group, experts):
+        own, kept = modules[rank], []
+        own.has_post_expert_norm, own.post_expert_norm = rank == 0, lambda y: y[:, 1:]
+        for _ in range(3):
+            with pytest.raises(ValueError if rank == 0 else moe_a2a.PeerRefusedError, match="y has shape") as raised:
+                experts(own, *random_tokens(rank, 5))
+            kept.append(raised)
+        own.has_post_expert_norm = False
+        return experts(own, *random_tokens(rank, 5))
+
+    for rank, actual in enumerate(on_ranks(2, rank_main)):
+        assert_close(actual, eager(module, *random_tokens(rank, 5)))
+
+
 def test_a_batch_that_needs_too_much_memory_leaves_smaller_ones():
     """The buffers that were to grow are open again for later calls."""
     module = experts_of(tiny_model("mixtral"))
