@@ -224,4 +224,4 @@ def test_the_override_takes_the_padding_along(titan):
     apply_overrides(OverrideConfig(imports=["moe_a2a.integrations.torchtitan.moe_a2a_override"]), layer)
     dispatcher = layer.token_dispatcher
     assert isinstance(dispatcher, MoeA2ATokenDispatcher.Config)
-    assert (dispatcher.num_experts, dispatcher.top_k, dispatcher.expert_alignment) == (EXPERTS, TOPK, 32)
+    assert (dispatcher.num_experts, dispatcher.top_k, dispatcher.pad_multiple) == (EXPERTS, TOPK, 32)
