@@ -8,7 +8,7 @@ They raise PeerRefusedError with this rank's error text instead of waiting until
     a method that makes one dispatch            @makes_a_dispatch               the same
     calls on a handle, such as combine()        @serves_a_handle                all ranks may retry with the same handle
     work before a combine                       attempt_refused_if_failed()     the same
-    work between dispatch and combine           combine_refused_if_failed()     no rank may retry: this rank's handle ends
+    work between dispatch and combine           combine_refused_if_failed()     no rank may retry: the handle ends on all
     several calls that report their own errors  released_if_failed()            this rank's handle ends
     a call of a Collectives                     refused_if_failed()             the call is over on every rank
     arguments that match no signature           @refuses_wrong_arguments()      as its guard says
