@@ -96,12 +96,16 @@ def ranks_may_share_gpus() -> bool:
 
 def gpu_identity(device: torch.device) -> str | None:
     """Names the physical GPU, independently of CUDA_VISIBLE_DEVICES; None for the CPU. If ranks may share GPUs, it names the
-    process too: threads may not, because the kernels of one process can wait for each other in its queues."""
+    process too: threads may not, because the kernels of one process can wait for each other in its queues.
+
+    ROCm has one uuid for all GPUs without a serial number, such as virtual functions: there the PCI address is part of it."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
-    pci = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    pci = [getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
     gpu = str(getattr(properties, "uuid", pci))
+    if torch.version.hip:
+        gpu += " at PCI " + ":".join(f"{part:02x}" for part in pci)
     return f"{gpu} in process {os.getpid()} of {platform.node()}" if ranks_may_share_gpus() else gpu
 
 

@@ -125,6 +125,23 @@ def test_a_gpu_is_told_by_its_own_name(monkeypatch):
     assert devices.gpu_identity(torch.device("cpu")) is None
 
 
+def test_amd_gpus_without_a_serial_number_are_told_by_their_pci_addresses(monkeypatch):
+    """ROCm gives every GPU without one, such as a virtual function, the same uuid, made of "XX"."""
+    monkeypatch.setattr(torch.version, "hip", "7.0.51831-a3e329ad8")
+
+    def identity(bus):
+        properties = types.SimpleNamespace(
+            uuid="58580000-0000-0000-0000-000000000000", pci_domain_id=0, pci_bus_id=bus, pci_device_id=0
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        return devices.gpu_identity(torch.device("cuda:0"))
+
+    assert identity(5) == identity(5) != identity(38)
+    devices.check_one_rank_per_gpu([identity(5), identity(38)])
+    with pytest.raises(ValueError, match="ranks 0 and 1 are both on GPU .*at PCI 00:05:00"):
+        devices.check_one_rank_per_gpu([identity(5), identity(5)])
+
+
 def test_processes_may_share_a_gpu_if_they_are_told_so_and_threads_may_not(monkeypatch):
     properties = types.SimpleNamespace(uuid="5c1e-77")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
