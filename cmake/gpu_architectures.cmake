@@ -8,7 +8,7 @@
 # Of 2 and 3 only what is in 4 counts. CUDA's machine code runs on all GPUs of its major version: there 8.6 means 80.
 
 find_program(MOE_A2A_NVIDIA_SMI nvidia-smi)
-find_program(MOE_A2A_ROCM_AGENTS rocm_agent_enumerator HINTS $ENV{ROCM_PATH}/bin $ENV{HIP_PATH}/bin /opt/rocm/bin)
+find_program(MOE_A2A_ROCM_AGENTS rocm_agent_enumerator HINTS $ENV{ROCM_HOME}/bin $ENV{ROCM_PATH}/bin $ENV{HIP_PATH}/bin /opt/rocm/bin)
 
 function(_moe_a2a_cuda_majors text result)
   string(REGEX MATCHALL "[0-9]+\\.[0-9]" found "${text}")

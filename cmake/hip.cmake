@@ -5,7 +5,7 @@
 # compiler (a plain clang with a directory of headers and device libraries) is given by MOE_A2A_HIP_COMPILER and
 # MOE_A2A_HIP_FLAGS.
 
-set(_moe_a2a_rocm_hints $ENV{ROCM_PATH} $ENV{HIP_PATH} /opt/rocm)
+set(_moe_a2a_rocm_hints $ENV{ROCM_HOME} $ENV{ROCM_PATH} $ENV{HIP_PATH} /opt/rocm) # PyTorch asks for ROCM_HOME first, too
 find_program(MOE_A2A_HIP_COMPILER amdclang++ HINTS ${_moe_a2a_rocm_hints}
              PATH_SUFFIXES bin llvm/bin lib/llvm/bin NO_DEFAULT_PATH)
 find_library(MOE_A2A_HIP_RUNTIME amdhip64 HINTS ${_moe_a2a_rocm_hints} PATH_SUFFIXES lib lib64 NO_DEFAULT_PATH)

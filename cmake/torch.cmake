@@ -8,7 +8,7 @@ import pathlib, torch
 root = pathlib.Path(torch.__file__).parent
 vendor = "cuda" if torch.version.cuda else "hip" if torch.version.hip else "cpu"
 abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)
-print(torch.__version__, root, abi, vendor, torch.version.cuda or "none", sep=";")
+print(torch.__version__, root, abi, vendor, torch.version.cuda or "none", torch.version.hip or "none", sep=";")
 ]])
 
 # An older PyTorch is an error: its headers lack what the bindings call.
@@ -20,8 +20,8 @@ function(moe_a2a_check_torch_version version)
   endif()
 endfunction()
 
-# Sets MOE_A2A_TORCH_FOUND, _VERSION, _ROOT, _CXX11_ABI (True or False), _VENDOR (cpu, cuda or hip) and _CUDA (the version
-# of CUDA that it is for, or none) for the caller.
+# Sets MOE_A2A_TORCH_FOUND, _VERSION, _ROOT, _CXX11_ABI (True or False), _VENDOR (cpu, cuda or hip), _CUDA and _HIP (the versions
+# of CUDA and HIP that it is for, or none) for the caller.
 function(moe_a2a_find_torch)
   find_package(Python 3.10 COMPONENTS Interpreter QUIET)
   set(found FALSE)
@@ -47,9 +47,11 @@ function(moe_a2a_find_torch)
   list(GET answer 2 cxx11_abi)
   list(GET answer 3 vendor)
   list(GET answer 4 cuda)
+  list(GET answer 5 hip)
   set(MOE_A2A_TORCH_VERSION ${version} PARENT_SCOPE)
   set(MOE_A2A_TORCH_ROOT ${root} PARENT_SCOPE)
   set(MOE_A2A_TORCH_CXX11_ABI ${cxx11_abi} PARENT_SCOPE)
   set(MOE_A2A_TORCH_VENDOR ${vendor} PARENT_SCOPE)
   set(MOE_A2A_TORCH_CUDA ${cuda} PARENT_SCOPE)
+  set(MOE_A2A_TORCH_HIP ${hip} PARENT_SCOPE)
 endfunction()

@@ -35,7 +35,7 @@ def check() -> None:
 def mismatch(build_info: Any, torch: Any) -> str | None:
     """What prevents an extension built for `build_info` from running in `torch`, naming both; None if nothing does.
 
-    PyTorch keeps its binary interface only within a minor version. The CUDA runtime is compatible within a major version.
+    PyTorch keeps its binary interface only within a minor version. The runtimes of CUDA and HIP are compatible within a major version.
     """
     if _minor(build_info.TORCH) != _minor(torch.__version__):
         return f"moe_a2a was built for PyTorch {build_info.TORCH}, this is PyTorch {torch.__version__}"
@@ -49,6 +49,11 @@ def mismatch(build_info: Any, torch: Any) -> str | None:
         return (
             f"moe_a2a's kernels were built by nvcc {build_info.CUDA}, this PyTorch {torch.__version__} is for CUDA "
             f"{torch.version.cuda}; the major versions have to be the same"
+        )
+    if build_info.HIP and torch.version.hip and _major(build_info.HIP) != _major(torch.version.hip):
+        return (
+            f"moe_a2a's kernels were built for the HIP runtime {build_info.HIP}, this PyTorch {torch.__version__} is for HIP "
+            f"{torch.version.hip}; the major versions have to be the same"
         )
     return None
 
@@ -106,8 +111,10 @@ def _torch() -> ModuleType:
 
 
 def _describe(build_info: Any) -> str:
-    cuda = f" and CUDA {build_info.CUDA}" if build_info.CUDA else ""
-    return f"Python {build_info.PYTHON}, PyTorch {build_info.TORCH}{cuda}"
+    gpu_sides = [
+        f" and {name} {version}" for name, version in (("CUDA", build_info.CUDA), ("HIP", build_info.HIP)) if version
+    ]
+    return f"Python {build_info.PYTHON}, PyTorch {build_info.TORCH}{''.join(gpu_sides)}"
 
 
 def _minor(version: str) -> list[str]:

@@ -53,7 +53,7 @@ def test_an_installation_without_the_extension_says_how_to_build_it(copy):
 
 def test_an_extension_for_another_pytorch_is_not_loaded(copy):
     (copy / "moe_a2a" / "_core.py").write_text("raise AssertionError('loaded')")
-    (copy / "moe_a2a" / "_build_info.py").write_text("PYTHON, TORCH, TORCH_CXX11_ABI, CUDA = '3.11', '2.1.0', True, ''")
+    (copy / "moe_a2a" / "_build_info.py").write_text("TORCH, TORCH_CXX11_ABI = '2.1.0', True")
     text = import_copy(copy)
     assert f"built for PyTorch 2.1.0, this is PyTorch {torch.__version__}" in text, text
     assert "pip install" in text
@@ -62,23 +62,23 @@ def test_an_extension_for_another_pytorch_is_not_loaded(copy):
 def test_an_extension_that_does_not_load_names_both_versions(copy):
     (copy / "moe_a2a" / "_core.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     (copy / "moe_a2a" / "_build_info.py").write_text(
-        f"PYTHON, TORCH, TORCH_CXX11_ABI, CUDA = '3.11', {torch.__version__!r}, "
-        f"{bool(torch._C._GLIBCXX_USE_CXX11_ABI)}, ''"
+        f"PYTHON, TORCH, TORCH_CXX11_ABI, CUDA, HIP = '3.11', {torch.__version__!r}, "
+        f"{bool(torch._C._GLIBCXX_USE_CXX11_ABI)}, '', ''"
     )
     text = import_copy(copy)
     assert f"built for Python 3.11, PyTorch {torch.__version__}, does not load" in text, text
     assert "undefined symbol: _ZN3c10" in text
 
 
-def built(torch="2.9.1+cu130", abi=True, cuda="13.0"):
-    return types.SimpleNamespace(PYTHON="3.12", TORCH=torch, TORCH_CXX11_ABI=abi, CUDA=cuda)
+def built(torch="2.9.1+cu130", abi=True, cuda="13.0", hip=""):
+    return types.SimpleNamespace(PYTHON="3.12", TORCH=torch, TORCH_CXX11_ABI=abi, CUDA=cuda, HIP=hip)
 
 
-def running(version="2.9.1+cu130", cuda="13.0"):
+def running(version="2.9.1+cu130", cuda="13.0", hip=None):
     return types.SimpleNamespace(
         __version__=version,
         _C=types.SimpleNamespace(_GLIBCXX_USE_CXX11_ABI=True),
-        version=types.SimpleNamespace(cuda=cuda),
+        version=types.SimpleNamespace(cuda=cuda, hip=hip),
     )
 
 
@@ -94,6 +94,12 @@ def running(version="2.9.1+cu130", cuda="13.0"):
         (built("2.10.0"), running("2.1.0"), ("2.10.0", "2.1.0")),
         (built(abi=False), running(), ("_GLIBCXX_USE_CXX11_ABI=0", "has 1")),
         (built(cuda="12.8"), running(), ("nvcc 12.8", "CUDA 13.0")),
+        (built(cuda="", hip="7.0.70002"), running(cuda=None, hip="7.2.53211-e1a6bc5663"), None),
+        (
+            built(cuda="", hip="7.0.70002"),
+            running(cuda=None, hip="6.4.43484-123eb5128"),
+            ("runtime 7.0.70002", "HIP 6.4.43484"),
+        ),
     ],
 )
 def test_builds_that_fit_the_installed_torch(build_info, torch_, words):
@@ -200,6 +206,60 @@ def test_the_build_compares_nvcc_with_pytorch(tmp_path, nvcc, torch_cuda, status
     assert result.returncode == status
     said = " ".join(result.stderr.split())
     assert words in said if words else said == ""
+
+
+@pytest.mark.parametrize(
+    ("library", "torch_hip", "status", "words"),
+    [
+        ("libamdhip64.so.7.0.70002", "7.0.51831-a3e329ad8", 0, ""),
+        ("libamdhip64.so.7.0.70002", "none", 0, ""),
+        ("libamdhip64.so", "6.4.43484-123eb5128", 0, ""),  # its name does not say
+        (
+            "libamdhip64.so.7.0.70002",
+            "6.4.43484-123eb5128",
+            1,
+            "libamdhip64.so is HIP 7.0.70002, this PyTorch is for HIP 6.4.43484-123eb5128: the major versions have to be the same",
+        ),
+        ("libamdhip64.so.6.4.60400", "7.0.51831-a3e329ad8", 1, "Set ROCM_PATH to a ROCm with HIP 7"),
+    ],
+)
+def test_the_build_compares_rocm_with_pytorch(tmp_path, library, torch_hip, status, words):
+    """With two major versions, one process loaded two HIP runtimes: PyTorch's streams meant nothing to ours."""
+    (tmp_path / library).touch()
+    link = tmp_path / "lib" / "libamdhip64.so"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / library)
+    checks = (
+        f"include({ROOT}/cmake/hip_versions.cmake)",
+        f"moe_a2a_hip_runtime_version({link} version)",
+        f'moe_a2a_check_hip_versions({link} "${{version}}" {torch_hip})',
+    )
+    result = run_cmake(tmp_path, "cmake_minimum_required(VERSION 3.22)", *checks)
+    assert result.returncode == status, result.stderr
+    said = " ".join(result.stderr.split())
+    assert words in said if words else said == ""
+
+
+@pytest.mark.parametrize("variable", ["ROCM_HOME", "ROCM_PATH"])
+def test_rocm_is_found_where_pytorch_finds_it(tmp_path, variable):
+    """With ROCM_HOME alone, PyTorch's own extensions were built for the GPU and this one for the CPU only."""
+    for file in ("bin/amdclang++", "lib/libamdhip64.so"):
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).write_text("#!/bin/sh")
+        (tmp_path / file).chmod(0o755)
+    unset = [f"unset(ENV{{{name}}})" for name in ("ROCM_HOME", "ROCM_PATH", "HIP_PATH")]
+    lines = [
+        *unset,
+        f"set(ENV{{{variable}}} {tmp_path})",
+        "set(CMAKE_FIND_LIBRARY_PREFIXES lib)",
+        "set(CMAKE_FIND_LIBRARY_SUFFIXES .so)",
+    ]
+    said = 'message("${MOE_A2A_HIP_COMPILER} ${MOE_A2A_HIP_RUNTIME}")'
+    result = run_cmake(
+        tmp_path, "cmake_minimum_required(VERSION 3.22)", *lines, f"include({ROOT}/cmake/hip.cmake)", said
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.split() == [f"{tmp_path}/bin/amdclang++", f"{tmp_path}/lib/libamdhip64.so"]
 
 
 def test_a_build_without_protozero_says_why_it_cannot(monkeypatch):
