@@ -44,6 +44,9 @@ class Device {
 
   virtual int default_blocks() const = 0;
   virtual int max_blocks() const = 0;  // resident at once: blocks wait for each other
+  // Block i of a launch runs on die i % num_dies(), each of which holds its part of max_blocks(); or a multiple of
+  // that.
+  virtual int num_dies() const { return 1; }
   virtual int warps_per_block() const = 0;
   virtual bool is_synchronous() const = 0;  // a launch returns when its work is done
   virtual bool needs_aligned_vectors() const = 0;

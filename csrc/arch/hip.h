@@ -13,6 +13,7 @@
 #include <rocprim/warp/warp_scan.hpp>
 
 #include "arch/attributes.h"
+#include "arch/dies.h"
 #include "arch/matches.h"
 #include "arch/number.h"
 #include "arch/order.h"
@@ -249,6 +250,10 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 struct HipVendor {
   static constexpr auto kMultiprocessorCount = hipDeviceAttributeMultiprocessorCount;
   static constexpr auto kMaxSharedMemory = hipDeviceAttributeMaxSharedMemoryPerBlock;
+  static int num_dies(int device, int compute_units) {
+    const std::string name = architecture_of(device);
+    return name.starts_with("gfx942") || name.starts_with("gfx950") ? most_dies_of_mi300(compute_units) : 1;
+  }
   // Uncached or fine-grained: a stale line in this device's cache must not hide a peer's store.
   static hipError_t malloc_symmetric(void** memory, size_t nbytes) {
 #if defined(hipDeviceMallocUncached)

@@ -52,12 +52,14 @@ class SimtMachine final : public Device {
  public:
   explicit SimtMachine(int device) : device_(device) {
     (void)MOE_A2A_GPU(DeviceGetAttribute)(&max_blocks_, Vendor::kMultiprocessorCount, device_);
+    num_dies_ = Vendor::num_dies(device_, max_blocks_);
     site_.device = device_;
     site_.max_shared_bytes = shared_bytes_of_block();
   }
 
   int default_blocks() const override { return 32; }
   int max_blocks() const override { return max_blocks_; }
+  int num_dies() const override { return num_dies_; }
   int warps_per_block() const override { return kBlockThreads / kWarpSize; }
   bool is_synchronous() const override { return false; }
   bool needs_aligned_vectors() const override { return kAlignedVectors; }
@@ -239,7 +241,7 @@ class SimtMachine final : public Device {
 
   MOE_A2A_GPU(Event_t) order_event_ = nullptr;
   MOE_A2A_GPU(Stream_t) own_stream_ = nullptr;
-  int device_, max_blocks_ = 1;
+  int device_, max_blocks_ = 1, num_dies_ = 1;
   std::vector<void*> allocations_, opened_, host_;
 };
 

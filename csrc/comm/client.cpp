@@ -40,17 +40,18 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
 int Client::share_of_device() const {
   const int most = device_->max_blocks();
   if (device_->is_synchronous()) return most;
-  return ordered_ ? ordered_->share().of(most) : share_.of(most);
+  return (ordered_ ? ordered_->share() : share_).of(most, device_->num_dies());
 }
 
 void Client::require_share() const {
   const int most = device_->max_blocks(), num_clients = share_.num_clients();
-  if (device_->is_synchronous() || most >= kFewestBlocks * num_clients || num_clients < 2) return;
+  const int can_share = most_clients(most, device_->num_dies());
+  if (device_->is_synchronous() || num_clients <= can_share || num_clients < 2) return;
   throw std::runtime_error(
       "rank " + std::to_string(member_.rank) + ": " + std::to_string(num_clients) + " objects would share the " +
       std::to_string(most) +
       " compute units of this device, whose kernels wait for other ranks at the same time; at most " +
-      std::to_string(most / kFewestBlocks) + " can: close() one first");
+      std::to_string(can_share) + " can: close() one first");
 }
 
 void Client::allocate(const std::vector<AgreedField>& fields, const Place& place) {

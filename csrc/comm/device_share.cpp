@@ -41,10 +41,10 @@ int DeviceShare::num_clients() const {
   return static_cast<int>(clients.limits.size());
 }
 
-int DeviceShare::of(int max_blocks) const {
+int DeviceShare::of(int max_blocks, int dies) const {
   Clients& clients = clients_of(device_);
   const std::lock_guard lock(clients.mutex);
-  return share_of(max_blocks, limit_, clients.limits);
+  return share_of(max_blocks, limit_, clients.limits, dies);
 }
 
 }  // namespace moe_a2a

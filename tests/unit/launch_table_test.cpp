@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "alone.h"
+#include "arch/dies.h"
 #include "comm/device_share.h"
 #include "comm/ordered_launches.h"
 #include "moe/expert_parallel.h"
@@ -63,6 +64,44 @@ TEST(DeviceShare, KernelsOfAllClientsAreResidentAtOnce) {
       }
     }
   }
+}
+
+// Regression: three clients of an MI300X took 101 blocks each, 13 of each on the first die, which holds 38.
+TEST(DeviceShare, KernelsOfAllClientsAreResidentOnEachDie) {
+  for (const int units : {64, 76, 80, 128, 152, 228, 256, 304}) {
+    const int dies = most_dies_of_mi300(units);
+    EXPECT_EQ(units % dies, 0);
+    for (int clients = 2; clients <= most_clients(units, dies); ++clients) {
+      for (const int limit : {3, 17, 1000}) {
+        for (int num_limited = 0; num_limited <= clients; ++num_limited) {
+          std::vector<int> limits(clients, 0);
+          std::fill_n(limits.begin(), num_limited, limit);
+          int on_first_die = 0;
+          for (const int own : limits) {
+            const int share = share_of(units, own, limits, dies);
+            EXPECT_GE(share, kFewestBlocks);
+            on_first_die += (share + dies - 1) / dies;
+          }
+          EXPECT_LE(on_first_die, units / dies) << units << " units, " << clients << " clients, limit " << limit;
+        }
+      }
+    }
+  }
+  EXPECT_EQ(share_of(304, 0, {0, 0, 0}, 8), 96);
+  EXPECT_EQ(share_of(304, 0, {20, 0}, 8), 280);
+  EXPECT_EQ(share_of(304, 0, {0}, 8), 304);
+}
+
+TEST(DeviceShare, TheDiesOfEachMi300AndItsPartitions) {
+  struct Case {
+    int units, dies;
+  };
+  // MI300X in 1, 2, 4 and 8 partitions; MI300A in 1 and 3; MI308X; MI355X in 1, 2, 4 and 8.
+  for (const auto [units, dies] :
+       {Case{304, 8}, {152, 4}, {76, 2}, {38, 1}, {228, 6}, {76, 2}, {80, 4}, {256, 8}, {128, 4}, {64, 2}, {32, 1}}) {
+    EXPECT_EQ(most_dies_of_mi300(units) % dies, 0) << units << " compute units";
+  }
+  EXPECT_EQ(most_dies_of_mi300(38), 1);
 }
 
 TEST(DeviceShare, WhatClientsWithALimitLeaveGoesToTheOthers) {
