@@ -257,6 +257,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 struct CudaVendor {
   static constexpr auto kMultiprocessorCount = cudaDevAttrMultiProcessorCount;
   static constexpr auto kMaxSharedMemory = cudaDevAttrMaxSharedMemoryPerBlockOptin;
+  static int num_resident_blocks(int, int multiprocessors) { return multiprocessors; }
   static int num_dies(int, int) { return 1; }
   static cudaError_t malloc_symmetric(void** memory, size_t nbytes) { return cudaMalloc(memory, nbytes); }
   static cudaError_t malloc_host(void** memory, size_t nbytes) {

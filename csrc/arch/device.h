@@ -43,9 +43,10 @@ class Device {
   virtual ~Device() = default;
 
   virtual int default_blocks() const = 0;
-  virtual int max_blocks() const = 0;  // resident at once: blocks wait for each other
-  // Block i of a launch runs on die i % num_dies(), each of which holds its part of max_blocks(); or a multiple of
-  // that.
+  virtual int max_blocks() const = 0;                               // one per compute unit
+  virtual int num_resident_blocks() const { return max_blocks(); }  // at once: for blocks that wait for each other
+  // Block i of a launch runs on die i % num_dies(), and each die holds its part of the resident blocks. Or a multiple
+  // of that number.
   virtual int num_dies() const { return 1; }
   virtual int warps_per_block() const = 0;
   virtual bool is_synchronous() const = 0;  // a launch returns when its work is done

@@ -250,10 +250,13 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 struct HipVendor {
   static constexpr auto kMultiprocessorCount = hipDeviceAttributeMultiprocessorCount;
   static constexpr auto kMaxSharedMemory = hipDeviceAttributeMaxSharedMemoryPerBlock;
-  static int num_dies(int device, int compute_units) {
-    const std::string name = architecture_of(device);
-    return name.starts_with("gfx942") || name.starts_with("gfx950") ? most_dies_of_mi300(compute_units) : 1;
+  static int num_resident_blocks(int device, int compute_units) {
+    return is_mi200(device) ? resident_blocks_of_mi200(compute_units) : compute_units;
   }
+  static int num_dies(int device, int compute_units) {
+    return is_mi200(device) ? 1 : most_dies_of_mi300(compute_units);
+  }
+  static bool is_mi200(int device) { return architecture_of(device).starts_with("gfx90a"); }
   // Uncached or fine-grained: a stale line in this device's cache must not hide a peer's store.
   static hipError_t malloc_symmetric(void** memory, size_t nbytes) {
 #if defined(hipDeviceMallocUncached)

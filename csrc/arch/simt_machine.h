@@ -52,6 +52,7 @@ class SimtMachine final : public Device {
  public:
   explicit SimtMachine(int device) : device_(device) {
     (void)MOE_A2A_GPU(DeviceGetAttribute)(&max_blocks_, Vendor::kMultiprocessorCount, device_);
+    num_resident_blocks_ = Vendor::num_resident_blocks(device_, max_blocks_);
     num_dies_ = Vendor::num_dies(device_, max_blocks_);
     site_.device = device_;
     site_.max_shared_bytes = shared_bytes_of_block();
@@ -59,6 +60,7 @@ class SimtMachine final : public Device {
 
   int default_blocks() const override { return 32; }
   int max_blocks() const override { return max_blocks_; }
+  int num_resident_blocks() const override { return num_resident_blocks_; }
   int num_dies() const override { return num_dies_; }
   int warps_per_block() const override { return kBlockThreads / kWarpSize; }
   bool is_synchronous() const override { return false; }
@@ -241,7 +243,7 @@ class SimtMachine final : public Device {
 
   MOE_A2A_GPU(Event_t) order_event_ = nullptr;
   MOE_A2A_GPU(Stream_t) own_stream_ = nullptr;
-  int device_, max_blocks_ = 1, num_dies_ = 1;
+  int device_, max_blocks_ = 1, num_resident_blocks_ = 1, num_dies_ = 1;
   std::vector<void*> allocations_, opened_, host_;
 };
 

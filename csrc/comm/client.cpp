@@ -38,13 +38,13 @@ Client::Client(const Member& member, const Vocabulary& vocabulary, ClientContext
 }
 
 int Client::share_of_device() const {
-  const int most = device_->max_blocks();
+  const int most = device_->num_resident_blocks();
   if (device_->is_synchronous()) return most;
   return (ordered_ ? ordered_->share() : share_).of(most, device_->num_dies());
 }
 
 void Client::require_share() const {
-  const int most = device_->max_blocks(), num_clients = share_.num_clients();
+  const int most = device_->num_resident_blocks(), num_clients = share_.num_clients();
   const int can_share = most_clients(most, device_->num_dies());
   if (device_->is_synchronous() || num_clients <= can_share || num_clients < 2) return;
   throw std::runtime_error(

@@ -168,18 +168,22 @@ def test_clients_of_an_ordered_communicator():
     on_device.run(2, ordered_program)
 
 
-def most_dies(units):
-    """As csrc/arch/dies.h has it, on MI300 and MI350."""
-    if not torch.version.hip or units <= 40 or "gfx90" in torch.cuda.get_device_properties(0).gcnArchName:
-        return 1
-    return next(dies for dies in (8, 6, 4, 2, 1) if units % dies == 0)
+def units_and_dies():
+    """As csrc/arch/dies.h has them."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    units = properties.multi_processor_count
+    if not torch.version.hip:
+        return units, 1
+    if properties.gcnArchName.startswith("gfx90a"):
+        return units if units < 104 else units // 8 * 8 - 8, 1
+    return units, next(dies for dies in (8, 6, 4, 2, 1) if units % dies == 0) if units > 40 else 1
 
 
 def too_many_objects_program(group):
     """One object too many for two compute units each, or on AMD for one of each die, is refused on every rank; the others keep
     working."""
-    units = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    most = min(units // 2, units // most_dies(units))
+    units, dies = units_and_dies()
+    most = min(units // 2, units // dies)
     with contextlib.ExitStack() as stack:
         colls = [stack.enter_context(moe_a2a.Collectives(group, max_nbytes=1 << 16)) for _ in range(most)]
         with pytest.raises(

@@ -104,6 +104,12 @@ TEST(DeviceShare, TheDiesOfEachMi300AndItsPartitions) {
   EXPECT_EQ(most_dies_of_mi300(38), 1);
 }
 
+TEST(LaunchTable, BlocksOfAnMi200) {
+  EXPECT_EQ(resident_blocks_of_mi200(110), 96);
+  EXPECT_EQ(resident_blocks_of_mi200(104), 96);
+  EXPECT_EQ(resident_blocks_of_mi200(96), 96);
+}
+
 TEST(DeviceShare, WhatClientsWithALimitLeaveGoesToTheOthers) {
   EXPECT_EQ(share_of(132, 0, {0}), 132);
   EXPECT_EQ(share_of(132, 0, {0, 0}), 66);
