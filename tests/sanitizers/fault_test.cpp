@@ -56,7 +56,7 @@ TEST(TimeoutOfASum, IsNotHiddenByARefusalThatTheHostHasNotSeen) {
       EXPECT_THROW(ep.combine_recv(*handle, combined.data(), {}), PeerTimeout);
       EXPECT_THROW(ep.raise_reported(), PeerTimeout);  // and it stays that way
     } else if (ep.config().rank == 1) {
-      ep.refuse_combine(*handle, "bad y", {});
+      ep.refuse_combine(handle.get(), "bad y", {});
     }
     all.arrive_and_wait();
   });

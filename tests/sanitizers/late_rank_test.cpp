@@ -117,11 +117,12 @@ TEST_P(LateRank, SendsNothingAfterItGaveUpWaitingForACredit) {
       handle = ep.dispatch(input_of(one, &expert), Layout::kRows, 1, kPlace);  // gives up: no credit comes
       meeting.wait();
       meeting.wait();
-      const DispatchNumber number = ep.number_of_next(0, kPlace);
-      ep.launch(DispatchArgs{.send = ep.send_args(input_of(two, &expert), *handle, number),
-                             .recv = ep.recv_args(*handle, number.number),
-                             .num_send_blocks = 2},
-                kPlace.num_blocks, nullptr);
+      const DispatchInput input = input_of(two, &expert);
+      const auto next = ep.make_handle(input, 0);
+      ep.launch(
+          DispatchArgs{
+              .send = ep.send_args(input, *next, kPlace), .recv = ep.recv_args(*next, kPlace), .num_send_blocks = 2},
+          kPlace.num_blocks, nullptr);
       meeting.wait();
       EXPECT_THROW(ep.raise_reported(), PeerTimeout);
     } else {
