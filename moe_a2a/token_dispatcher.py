@@ -295,8 +295,7 @@ class _Exchange:
             if y is None or weights is None:
                 grad_y, grad_weights = self._gathered(handle, self._row_index(handle)), None
             else:
-                # One kernel: each row of the gradient times its weight, and its dot product with y.
-                grad_y, grad_weights = handle._core.weighted_grads(y, weights, handle._handle)
+                grad_y, grad_weights = self._weighted_grads(handle, y, weights)
         self.training.keep(self, handle)
         return grad_y, grad_weights
 
@@ -314,6 +313,10 @@ class _Exchange:
                 make_unweighted(handle)
             grad_topk_weights = collectives.reduce_scatter(table)[: len(topk_idx)]
             return self.ep.combine(grad_rows, handle), grad_topk_weights
+
+    def _weighted_grads(self, handle: DispatchHandle, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """One kernel: each row of the gradient times its weight, and its dot product with y."""
+        return handle._core.weighted_grads(y, weights, handle._handle)
 
     def _by_choice(self, handle: DispatchHandle, grad_weights: Tensor) -> Tensor:
         """[R * T, K]: the gradient of each choice that has a route here, zeros elsewhere."""
