@@ -45,8 +45,8 @@ class Device {
   virtual int default_blocks() const = 0;
   virtual int max_blocks() const = 0;                               // one per compute unit
   virtual int num_resident_blocks() const { return max_blocks(); }  // at once: for blocks that wait for each other
-  // Block i of a launch runs on die i % num_dies(), and each die holds its part of the resident blocks. Or a multiple
-  // of that number.
+  // The device deals the blocks of a launch to its n dies in turn, and each die holds its part of the resident blocks.
+  // Returns n or a multiple of it.
   virtual int num_dies() const { return 1; }
   virtual int warps_per_block() const = 0;
   virtual bool is_synchronous() const = 0;  // a launch returns when its work is done
