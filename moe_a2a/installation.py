@@ -45,16 +45,15 @@ def mismatch(build_info: Any, torch: Any) -> str | None:
             f"moe_a2a was built for PyTorch {build_info.TORCH} with _GLIBCXX_USE_CXX11_ABI="
             f"{int(build_info.TORCH_CXX11_ABI)}, this PyTorch {torch.__version__} has {int(cxx11_abi)}"
         )
-    if build_info.CUDA and torch.version.cuda and _major(build_info.CUDA) != _major(torch.version.cuda):
-        return (
-            f"moe_a2a's kernels were built by nvcc {build_info.CUDA}, this PyTorch {torch.__version__} is for CUDA "
-            f"{torch.version.cuda}; the major versions have to be the same"
-        )
-    if build_info.HIP and torch.version.hip and _major(build_info.HIP) != _major(torch.version.hip):
-        return (
-            f"moe_a2a's kernels were built for the HIP runtime {build_info.HIP}, this PyTorch {torch.__version__} is for HIP "
-            f"{torch.version.hip}; the major versions have to be the same"
-        )
+    for what, built, kind, needed in (
+        ("by nvcc", build_info.CUDA, "CUDA", torch.version.cuda),
+        ("for the HIP runtime", build_info.HIP, "HIP", torch.version.hip),
+    ):
+        if built and needed and _major(built) != _major(needed):
+            return (
+                f"moe_a2a's kernels were built {what} {built}, this PyTorch {torch.__version__} is for {kind} {needed}; the major "
+                "versions have to be the same"
+            )
     return None
 
 

@@ -9,6 +9,6 @@ DeviceSwitch installed;
 
 void set_device_switch(const DeviceSwitch& functions) { installed = functions; }
 
-const DeviceSwitch& device_switch() { return installed; }
+const DeviceSwitch& device_switch(const DeviceSwitch& own) { return installed.exchange != nullptr ? installed : own; }
 
 }  // namespace moe_a2a

@@ -12,7 +12,7 @@ struct DeviceSwitch {
 
 // Before any GPU is used.
 void set_device_switch(const DeviceSwitch& functions);
-// Null functions: none are installed.
-const DeviceSwitch& device_switch();
+// `own`: if none are installed.
+const DeviceSwitch& device_switch(const DeviceSwitch& own);
 
 }  // namespace moe_a2a

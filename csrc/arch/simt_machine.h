@@ -18,33 +18,33 @@ inline void check(MOE_A2A_GPU(Error_t) error, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + MOE_A2A_GPU(GetErrorString)(error));
 }
 
+// The runtime's own way, for programs without PyTorch.
+inline constexpr DeviceSwitch kRuntimeSwitch = {
+    .exchange =
+        [](int device) {
+          int before = 0;
+          (void)MOE_A2A_GPU(GetDevice)(&before);
+          if (before != device) check(MOE_A2A_GPU(SetDevice)(device), "selecting the device");
+          return before;
+        },
+    .restore = [](int device) { (void)MOE_A2A_GPU(SetDevice)(device); },
+};
+
 // Makes a device current and restores the caller's: PyTorch's current device is not ours to change.
 class DeviceGuard {
  public:
-  explicit DeviceGuard(int device) : switch_(device_switch()) {
-    if (switch_.exchange != nullptr) {
-      before_ = switch_.exchange(device);
-    } else {
-      (void)MOE_A2A_GPU(GetDevice)(&before_);
-      if (before_ != device) check(MOE_A2A_GPU(SetDevice)(device), "selecting the device");
-    }
-    changed_ = before_ != device;
-  }
+  explicit DeviceGuard(int device)
+      : switch_(device_switch(kRuntimeSwitch)), before_(switch_.exchange(device)), changed_(before_ != device) {}
   ~DeviceGuard() {
-    if (!changed_) return;
-    if (switch_.restore != nullptr) {
-      switch_.restore(before_);
-    } else {
-      (void)MOE_A2A_GPU(SetDevice)(before_);
-    }
+    if (changed_) switch_.restore(before_);
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
   const DeviceSwitch& switch_;
-  int before_ = 0;
-  bool changed_ = false;
+  int before_;
+  bool changed_;
 };
 
 template <class Vendor>

@@ -145,10 +145,10 @@ DispatchSendArgs ExpertParallel::send_args(const DispatchInput& input, const Dis
           .vector_rows = allows_vectors(input.x)};
 }
 
-DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, const LaunchPlace& place) const {
+DispatchRecvArgs ExpertParallel::recv_args(const DispatchHandle& handle, const DispatchNumber& number) const {
   return {.context = context_of(handle),
           .buffer = handle.buffer,
-          .number = for_kernels(handle.number, place).number,
+          .number = number.number,
           .layout = handle.layout,
           .expert_alignment = handle.expert_alignment,
           .format = handle.format};
@@ -192,7 +192,7 @@ void ExpertParallel::dispatch_recv(DispatchHandle& handle, Layout layout, int ex
   require(handle, {Stage::kSent}, "dispatch_recv");
   handle.layout = layout;
   handle.expert_alignment = expert_alignment;
-  launch(recv_args(handle, place), dispatch_blocks(handle.num_tokens, place), place.stream);
+  launch(recv_args(handle, for_kernels(handle.number, place)), dispatch_blocks(handle.num_tokens, place), place.stream);
   handle.stage = Stage::kReceived;
   try {
     after_launch();
@@ -220,10 +220,11 @@ std::shared_ptr<DispatchHandle> ExpertParallel::dispatch(const DispatchInput& in
   handle->layout = layout;
   handle->expert_alignment = expert_alignment;
   handle->stage = Stage::kReceived;
-  launch(DispatchArgs{.send = send_args(input, *handle, place),
-                      .recv = recv_args(*handle, place),
-                      .num_send_blocks = dispatch_senders(num_blocks)},
-         num_blocks, place.stream);
+  const DispatchSendArgs send = send_args(input, *handle, place);
+  launch(
+      DispatchArgs{
+          .send = send, .recv = recv_args(*handle, send.number), .num_send_blocks = dispatch_senders(num_blocks)},
+      num_blocks, place.stream);
   buffers_.take(buffer, handle);
   return handle;
 }

@@ -162,7 +162,7 @@ class ExpertParallel : public Client {
   Context context_of(const DispatchHandle& handle) const { return context_.with_bound(handle.num_max_tokens_per_rank); }
   DispatchSendArgs send_args(const DispatchInput& input, const DispatchHandle& handle, const LaunchPlace& place) const;
   CombineSendArgs send_args(const DispatchHandle& handle, const CombineInput& input) const;
-  DispatchRecvArgs recv_args(const DispatchHandle& handle, const LaunchPlace& place) const;
+  DispatchRecvArgs recv_args(const DispatchHandle& handle, const DispatchNumber& number) const;
   CombineRecvArgs recv_args(const DispatchHandle& handle, void* combined_x, const LaunchPlace& place) const;
   void keep_own_sums(DispatchHandle& handle, const CombineSendArgs& send);
   void finish_combine(DispatchHandle& handle);

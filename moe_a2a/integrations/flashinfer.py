@@ -95,6 +95,7 @@ class MoeA2ACommunication(MoEEpCommunication):
     ) -> MoEEpDispatchResult:
         """Returns views that are valid until combine(), or copies where rows would have gaps between them. tokens_per_rank of the
         result is runtime_max_tokens_per_rank rounded up to a power of two, if that is below params.max_tokens_per_rank."""
+        bound = max_tokens_per_rank if runtime_max_tokens_per_rank is None else runtime_max_tokens_per_rank
         with calls.dispatch_refused_if_failed(self._ep):
             if self._handle is not None and self._handle.is_open:
                 raise RuntimeError(f"dispatch() on rank {self.ep_rank} follows a dispatch(); call combine() first")
@@ -107,9 +108,7 @@ class MoeA2ACommunication(MoEEpCommunication):
                 topk_ids,
                 topk_weights,
                 x_scales=hidden_states_scale,
-                num_max_tokens_per_rank=max_tokens_per_rank
-                if runtime_max_tokens_per_rank is None
-                else runtime_max_tokens_per_rank,
+                num_max_tokens_per_rank=bound,
             )
         self._handle = handle
         with calls.combine_refused_if_failed(handle):

@@ -201,7 +201,7 @@ def test_the_oldest_pytorch_is_the_same_everywhere():
     ],
 )
 def test_the_build_compares_nvcc_with_pytorch(tmp_path, nvcc, torch_cuda, status, words):
-    checks = f"include({ROOT}/cmake/cuda_versions.cmake)", f"moe_a2a_check_cuda_versions({nvcc} {torch_cuda})"
+    checks = f"include({ROOT}/cmake/gpu_versions.cmake)", f"moe_a2a_check_cuda_versions({nvcc} {torch_cuda})"
     result = run_cmake(tmp_path, *checks)
     assert result.returncode == status
     said = " ".join(result.stderr.split())
@@ -230,7 +230,7 @@ def test_the_build_compares_rocm_with_pytorch(tmp_path, library, torch_hip, stat
     link.parent.mkdir()
     link.symlink_to(tmp_path / library)
     checks = (
-        f"include({ROOT}/cmake/hip_versions.cmake)",
+        f"include({ROOT}/cmake/gpu_versions.cmake)",
         f"moe_a2a_hip_runtime_version({link} version)",
         f'moe_a2a_check_hip_versions({link} "${{version}}" {torch_hip})',
     )

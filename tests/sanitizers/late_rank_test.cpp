@@ -119,10 +119,10 @@ TEST_P(LateRank, SendsNothingAfterItGaveUpWaitingForACredit) {
       meeting.wait();
       const DispatchInput input = input_of(two, &expert);
       const auto next = ep.make_handle(input, 0);
-      ep.launch(
-          DispatchArgs{
-              .send = ep.send_args(input, *next, kPlace), .recv = ep.recv_args(*next, kPlace), .num_send_blocks = 2},
-          kPlace.num_blocks, nullptr);
+      ep.launch(DispatchArgs{.send = ep.send_args(input, *next, kPlace),
+                             .recv = ep.recv_args(*next, next->number),
+                             .num_send_blocks = 2},
+                kPlace.num_blocks, nullptr);
       meeting.wait();
       EXPECT_THROW(ep.raise_reported(), PeerTimeout);
     } else {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -160,11 +161,7 @@ class EPBuffer(RoutedBuffer):
         def finish() -> Result:
             return result_of(begun(), use_tma_aligned_col_major_sf)
 
-        return (
-            event_before(finish, self._device)
-            if defer_epilogue
-            else (*finish(), event_if(async_with_compute_stream, self._device))
-        )
+        return self._end(finish, defer_epilogue, async_with_compute_stream)
 
     @torch.no_grad()
     def combine(
@@ -192,11 +189,7 @@ class EPBuffer(RoutedBuffer):
         def finish() -> Combined:
             return begun()
 
-        return (
-            event_before(finish, self._device)
-            if defer_epilogue
-            else (*finish(), event_if(async_with_compute_stream, self._device))
-        )
+        return self._end(finish, defer_epilogue, async_with_compute_stream)
 
     # ---- redundant experts
 
@@ -213,6 +206,12 @@ class EPBuffer(RoutedBuffer):
         return RuntimeError(
             f"EPBuffer of moe_a2a has no {name}() (rank {self.rank_idx}): it keeps no redundant experts"
         )
+
+    def _end(self, finish: Callable[[], Any], is_deferred: bool, is_async: bool) -> Any:
+        """What the call returns."""
+        if is_deferred:
+            return event_before(finish, self._device)
+        return *finish(), event_if(is_async, self._device)
 
     def _check(
         self, event: Any, is_deferred: bool, is_async: bool, copies: bool = False, reads_again: bool = False
