@@ -249,6 +249,7 @@ inline std::string architecture_of(int device) {
 #include "arch/simt_launch.h"
 #include "arch/cuda_tile_pipeline.h"
 #include "arch/cuda_warp_group_matrix.h"
+#include "arch/cuda_few_rows_matrix.h"
 #include "arch/cuda_tile_launch.h"
 // clang-format on
 

@@ -101,20 +101,23 @@ bool has_pipeline(const LaunchSite& site) {
   return answer.has;
 }
 
+// begins_early: while the launch before on the stream ends, if that one calls let_next_launch_begin(). What the kernel
+// does before wait_for_last_launch() needs nothing of that launch.
 template <class Kernel>
-void launch_pipeline(const LaunchSite& site, const typename Kernel::Args& args) {
+void launch_pipeline(const LaunchSite& site, const typename Kernel::Args& args, bool begins_early) {
   const DeviceGuard guard(site.device);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(site.num_blocks / Kernel::kBlocks * Kernel::kBlocks));
   config.blockDim = dim3(Kernel::kThreads);
   config.dynamicSmemBytes = Kernel::kSharedBytes;
   config.stream = static_cast<cudaStream_t>(site.stream);
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = Kernel::kBlocks;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {Kernel::kBlocks, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = begins_early ? 2 : 1;
   check_launch(cudaLaunchKernelEx(&config, pipeline_entry<Kernel>, args), Kernel::kName, site, Kernel::kSharedBytes);
 }
 

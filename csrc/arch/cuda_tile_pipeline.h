@@ -32,6 +32,14 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// ---- neighbouring launches on the stream (programmatic dependent launch)
+
+// The next launch may begin where this one has no blocks left, once every block has called it. It waits for this
+// one's results by wait_for_last_launch(), which every block calls, so that launches also end in order.
+__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+// At once unless this launch was allowed to begin early (launch_pipeline()).
+__device__ __forceinline__ void wait_for_last_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- barriers
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
@@ -76,6 +84,12 @@ __device__ __forceinline__ void fence_before_async_reads() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// kThreads of the block's threads, whole warps.
+template <int kThreads>
+__device__ __forceinline__ void sync_threads() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
 // ---- shared memory and tiles
 
 struct FloatPair {
@@ -96,6 +110,9 @@ __device__ __forceinline__ FloatPair load_pair(uint32_t from) {
   FloatPair pair;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.first), "=f"(pair.second) : "r"(from) : "memory");
   return pair;
+}
+__device__ __forceinline__ void store_float(uint32_t to, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(value) : "memory");
 }
 __device__ __forceinline__ void store_pair(uint32_t to, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(first), "f"(second) : "memory");

@@ -214,7 +214,7 @@ class Core : public ClientCore {
                              const OptionalTensor& w_down_scales, const Handle& handle, const OptionalTensor& out,
                              int num_blocks) {
     const GroupedGemmTensors second = {inner, {}, expert_offsets, w_down, {}, inner_scales, w_down_scales};
-    return multiply_and_combine(*ep(), *handle, second, type_, out, where(num_blocks));
+    return run_product_combine(*ep(), *handle, second, type_, out, where(num_blocks));
   }
 
   // why: what peers that combine raise; empty: that this rank has released the handle.

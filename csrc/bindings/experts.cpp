@@ -15,6 +15,23 @@ at::Tensor empty_sums(const MoeConfig& config, at::Device device, at::ScalarType
   return make_tensor({config.rank, device}, {config.row_capacity(), config.hidden}, type);
 }
 
+// A product's counters: the units drawn, and if it sends its rows itself, the tiles stored per row.
+int64_t num_counters_of(const PreparedProduct& product, bool sends) {
+  return sends ? 1 + int64_t{product.args.num_rows} : 1;
+}
+void give_counters(PreparedProduct& product, int32_t* counters, bool sends) {
+  product.args.next_unit = counters;
+  if (sends) product.args.stored_tiles = reinterpret_cast<uint32_t*>(counters + 1);
+}
+
+// The product that sends its rows itself, and the receiving half of the combine.
+void multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, const PreparedProduct& product,
+                          const GroupedGemmPlace& products, const at::Tensor& combined_x, const LaunchPlace& place) {
+  const int num_blocks = combined_x.is_cpu() ? products.num_blocks + 1 : 0;  // 0: all
+  if (handle.stage == Stage::kReceived) ep.product_combine_send(handle, product.args, {num_blocks, place.stream});
+  ep.combine_recv(handle, combined_x.mutable_data_ptr(), place);  // else a retry: the sums have been sent
+}
+
 }  // namespace
 
 at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle, const ExpertWeights& weights,
@@ -25,46 +42,40 @@ at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle,
   const std::optional<at::Tensor> rows = views.first_row_indices(handle, options.num_max_routes), none;
   const auto x_scales = is_float8 ? std::optional(views.all_scales(handle)) : std::nullopt;
   const GroupedGemmPlace products = product_place(ep.member().target, x.device(), 0, place.stream);
-  const at::Tensor counters = zeroed_counters(products, x.device(), 2);
   PreparedProduct first =
       prepare_product({x, rows, offsets, weights.gate_up, none, x_scales, weights.gate_up_scales}, kSwiGlu, row_type);
-  first.args.next_unit = counters.mutable_data_ptr<int32_t>();
-  const GroupedGemmTensors operands = {first.out,          none, offsets, weights.down, none, first.out_scales,
-                                       weights.down_scales};
-  if (options.fuses_combine) {
-    {
-      py::gil_scoped_release unlocked;
-      ep.run_product(products, first.args);
-      raise_signal_error();
-    }
-    return multiply_and_combine(ep, handle, operands, type, options.out, place);
-  }
-  PreparedProduct second = prepare_product(operands, {}, type);
-  second.args.next_unit = first.args.next_unit + 1;
+  PreparedProduct second =
+      prepare_product({first.out, none, offsets, weights.down, none, first.out_scales, weights.down_scales}, {}, type);
+  second.args.follows_product = true;
   const at::Tensor combined_x = checked_out(ep, x.device(), handle.num_tokens, type, options.out);
+  const int64_t num_counters = 1 + num_counters_of(second, options.fuses_combine);
+  const at::Tensor counters = zeroed_counters(products, x.device(), num_counters);
+  first.args.next_unit = counters.mutable_data_ptr<int32_t>();
+  give_counters(second, first.args.next_unit + 1, options.fuses_combine);
   const Rows y = {static_cast<const std::byte*>(second.out.const_data_ptr()), ep.config().row_bytes(ep.config().dtype)};
   py::gil_scoped_release unlocked;
   ep.run_product(products, first.args);
-  ep.run_product(products, second.args);
+  if (!options.fuses_combine) ep.run_product(products, second.args);
   raise_signal_error();  // the peers' combine is refused, and may be repeated
-  ep.combine(handle, {y, second.out.size(0), false, options.codec}, combined_x.mutable_data_ptr(), place);
+  if (options.fuses_combine) {
+    multiply_and_combine(ep, handle, second, products, combined_x, place);
+  } else {
+    ep.combine(handle, {y, second.out.size(0), false, options.codec}, combined_x.mutable_data_ptr(), place);
+  }
   return combined_x;
 }
 
-at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, const GroupedGemmTensors& second,
-                                at::ScalarType type, const std::optional<at::Tensor>& out, const LaunchPlace& place) {
+at::Tensor run_product_combine(ExpertParallel& ep, DispatchHandle& handle, const GroupedGemmTensors& second,
+                               at::ScalarType type, const std::optional<at::Tensor>& out, const LaunchPlace& place) {
   ep.require(handle, {Stage::kReceived, Stage::kCombineSent}, "experts");
   const at::Device device = second.x.device();
   const at::Tensor combined_x = checked_out(ep, device, handle.num_tokens, type, out, &second.x);
   PreparedProduct product = prepare_product(second, {}, type);
   const GroupedGemmPlace products = product_place(ep.member().target, device, 0, place.stream);
-  const at::Tensor counters = zeroed_counters(products, device, 1 + second.num_rows());
-  product.args.next_unit = counters.mutable_data_ptr<int32_t>();
-  product.args.stored_tiles = reinterpret_cast<uint32_t*>(product.args.next_unit + 1);
-  const LaunchPlace all_blocks = {.num_blocks = device.is_cpu() ? products.num_blocks + 1 : 0, .stream = place.stream};
+  const at::Tensor counters = zeroed_counters(products, device, num_counters_of(product, true));
+  give_counters(product, counters.mutable_data_ptr<int32_t>(), true);
   py::gil_scoped_release unlocked;
-  if (handle.stage == Stage::kReceived) ep.product_combine_send(handle, product.args, all_blocks);
-  ep.combine_recv(handle, combined_x.mutable_data_ptr(), place);  // else a retry: the sums have been sent
+  multiply_and_combine(ep, handle, product, products, combined_x, place);
   return combined_x;
 }
 

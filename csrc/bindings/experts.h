@@ -22,8 +22,8 @@ at::Tensor run_experts(ExpertParallel& ep, Views& views, DispatchHandle& handle,
                        const ExpertsOptions& options, at::ScalarType type, const LaunchPlace& place);
 
 // The second product, which sends its rows itself, and the receiving half of the combine. `second`: its operands.
-at::Tensor multiply_and_combine(ExpertParallel& ep, DispatchHandle& handle, const GroupedGemmTensors& second,
-                                at::ScalarType type, const std::optional<at::Tensor>& out, const LaunchPlace& place);
+at::Tensor run_product_combine(ExpertParallel& ep, DispatchHandle& handle, const GroupedGemmTensors& second,
+                               at::ScalarType type, const std::optional<at::Tensor>& out, const LaunchPlace& place);
 
 // See simulated_experts() and simulated_layer() in moe_a2a/experts.py. scales: of the local experts; none: `factor` for
 // all.

@@ -5,15 +5,17 @@ import torch
 
 DEVICE = torch.device(on_device.NAME)
 
-# Rows of each expert: none, one, less and more than a tile, an exact number of tiles, all on one.
+# Rows of each expert: none, one, few, less and more than a tile, an exact number of tiles, all on one.
 ROUTINGS = {
-    "random": [37, 0, 129, 64, 1, 200, 16],
+    "random": [37, 0, 129, 64, 1, 200, 16, 25],
     "one_token": [0, 0, 1, 0],
     "all_on_one": [0, 700, 0],
     "whole_tiles": [128, 256, 64, 128],
     "many_experts": [3, 0, 1, 0, 7] * 15,
     "none": [0, 0, 0],
 }
+# A kernel may multiply them in other ways if they are few: up to 16, 32, 64, more.
+FEW_AND_MANY = [1, 16, 130, 17, 32, 33, 9, 64]
 
 
 def make_case(counts, hidden, columns, dtype, seed, gather=True):

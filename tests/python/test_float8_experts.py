@@ -4,7 +4,7 @@ import on_device
 import pytest
 import torch
 import torch.nn.functional as F
-from gemm_cases import ROUTINGS, gathered
+from gemm_cases import FEW_AND_MANY, ROUTINGS, gathered
 
 import moe_a2a
 from moe_a2a.devices import float8_dtype
@@ -189,6 +189,19 @@ def test_same_inputs_same_bits(session_seed):
     for _ in range(3):
         again = case.call(quantize_output=True)
         assert torch.equal(again[0].view(torch.uint8), first.view(torch.uint8)) and torch.equal(again[1], scales)
+
+
+@pytest.mark.parametrize("epilogue", [{}, {"quantize_output": True}], ids=["sums", "quantized"])
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "in_place"])
+def test_a_row_does_not_depend_on_the_others(gather, epilogue, session_seed):
+    """The same bits, whether its expert has few rows or many."""
+    case = Case(FEW_AND_MANY, 384, 544, bool(epilogue), session_seed, gather)
+    case.w, case.w_scales = (t[:1].expand(len(t), -1, -1).contiguous() for t in (case.w, case.w_scales))
+    apart = case.call(**epilogue)
+    case.w, case.w_scales, case.offsets = case.w[:1], case.w_scales[:1], case.offsets[[0, -1]]
+    together = case.call(**epilogue)
+    for a, b in zip(apart, together, strict=True) if epilogue else [(apart, together)]:
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def test_every_value_of_float8_is_exact(session_seed):

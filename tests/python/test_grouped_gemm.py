@@ -8,7 +8,7 @@ import on_device
 import pytest
 import torch
 import torch.nn.functional as F
-from gemm_cases import DEVICE, ROUTINGS, gathered, make_case
+from gemm_cases import DEVICE, FEW_AND_MANY, ROUTINGS, gathered, make_case
 
 import moe_a2a
 
@@ -173,6 +173,26 @@ def test_same_inputs_same_bits(session_seed):
         assert torch.equal(moe_a2a.grouped_gemm(*case, "swiglu"), first)
     for num_blocks in (2, 6, np.int64(1000), 100_000):  # the last: more threads than a process may have
         assert torch.equal(moe_a2a.grouped_gemm(*case, "swiglu", num_blocks=num_blocks), first)
+
+
+@pytest.mark.parametrize(
+    "epilogue", [{}, {"activation": "swiglu"}, EPILOGUES["GPT-OSS"]], ids=["sums", "swiglu", "GPT-OSS"]
+)
+@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "in_place"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others(dtype, gather, epilogue, session_seed):
+    """The same bits, whether its expert has few rows or many."""
+    x, row_index, offsets, w = make_case(FEW_AND_MANY, 320, 272, dtype, session_seed, gather)
+    bias = torch.randn(1, 2 * 272, device=DEVICE) if epilogue.get("bias") else None
+    experts = w[:1].expand(len(w), -1, -1).contiguous()
+    apart = moe_a2a.grouped_gemm(
+        x,
+        row_index,
+        offsets,
+        experts,
+        **{**epilogue, "bias": None if bias is None else bias.expand(len(w), -1).contiguous()},
+    )
+    assert torch.equal(apart, moe_a2a.grouped_gemm(x, row_index, offsets[[0, -1]], w[:1], **{**epilogue, "bias": bias}))
 
 
 @pytest.mark.parametrize("num_blocks", [-1, 1 << 31, True, 2.0, "2", None])

@@ -51,6 +51,9 @@ struct GroupedGemmArgs {
   int64_t x_stride = 0, x_scales_stride = 0;
   int32_t num_experts = 0, num_x_rows = 0, num_rows = 0, num_columns = 0, depth = 0;
   DType dtype = DType::kBfloat16, out_dtype = DType::kBfloat16;  // they differ with float8 only
+  // The launch before on the stream is the product whose results are x; nothing else of this one depends on it. So this
+  // one may begin while that one ends, where target and kernels allow it.
+  bool follows_product = false;
   Activation activation;
   TraceBuffer trace;  // where the tiles are recorded
 

@@ -20,13 +20,15 @@ struct StagedRow {
 struct PipelineMemory {
   static constexpr int kStages = 4;
   static constexpr int kTileRows = 128, kTileColumns = 256, kHalfColumns = kTileColumns / 2;
+  static constexpr int kMultiplyWarps = 8;
+  static constexpr int kFewRows = 32;    // up to here a tile's rows are few
   static constexpr int kRowBytes = 128;  // of a stage: 64 values of 16 bits, or 128 of 8
   static constexpr int kRowsBytes = kTileRows * kRowBytes, kColumnsBytes = kTileColumns * kRowBytes;
   static constexpr int kStageBytes = kRowsBytes + kColumnsBytes;
   static constexpr int kWarpRows = 16, kHalfBytes = kColumnsBytes / 2, kResultRowBytes = kHalfColumns * 2;
   static constexpr int kScalesBytes = (kTileRows + 2) * 4;  // of the rows, then of both halves of the columns
   static constexpr int kResultsAt = kStages * kStageBytes;
-  static constexpr int kScalesAt = kResultsAt + 8 * kWarpRows * kResultRowBytes;
+  static constexpr int kScalesAt = kResultsAt + kMultiplyWarps * kWarpRows * kResultRowBytes;
   static constexpr int kBarriersAt = kScalesAt + kStages * kScalesBytes;
   static constexpr int kNumBarriers = 3 * kStages + 4 + 4;
   static constexpr int kUnitsAt = kBarriersAt + kNumBarriers * 8;

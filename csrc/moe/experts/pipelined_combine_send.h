@@ -47,7 +47,7 @@ bool launch_pipelined_combine_send(const LaunchSite& site, const ProductCombineS
   if (site.num_blocks < num_senders + PairedTiles::kBlocks || !has_pipeline<Kernel>(site)) return false;
   typename Kernel::Args pipelined = pipelined_args<Kernel, 1, false>(args.product);
   pipelined.sender = {args.send, num_senders};
-  launch_pipeline<Kernel>(site, pipelined);
+  launch_pipeline<Kernel>(site, pipelined, args.product.follows_product);
   return true;
 }
 

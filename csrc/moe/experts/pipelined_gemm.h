@@ -28,10 +28,15 @@ typename Kernel::Args pipelined_args(const GroupedGemmArgs& args) {
                                                             {kHalves, next_half, 1},
                                                             {args.num_experts, kHalves * columns * depth, 1}}}),
                                      .x = {},
+                                     .few_x = {},
                                      .sender = {}};
   if (!kGathers) {
-    pipelined.x = make_tensor_map(
-        {args.x, args.dtype, {{depth, 1, Kernel::kTileDepth}, {args.num_x_rows, args.x_stride, Memory::kTileRows}}});
+    const auto rows_of_x = [&](uint32_t box) {
+      return make_tensor_map(
+          {args.x, args.dtype, {{depth, 1, Kernel::kTileDepth}, {args.num_x_rows, args.x_stride, box}}});
+    };
+    pipelined.x = rows_of_x(Memory::kTileRows);
+    pipelined.few_x = rows_of_x(Memory::kFewRows);
   }
   return pipelined;
 }
@@ -39,7 +44,7 @@ typename Kernel::Args pipelined_args(const GroupedGemmArgs& args) {
 template <class T, bool kGated, bool kGathers>
 void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& args) {
   using Kernel = PipelinedGemm<T, kGated, kGathers>;
-  launch_pipeline<Kernel>(site, pipelined_args<Kernel, kGated ? 2 : 1, kGathers>(args));
+  launch_pipeline<Kernel>(site, pipelined_args<Kernel, kGated ? 2 : 1, kGathers>(args), args.follows_product);
 }
 
 // False if this device or grid cannot run it.

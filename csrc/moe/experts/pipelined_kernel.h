@@ -2,12 +2,12 @@
 //
 // A cluster of two blocks takes a unit of work: two tiles of 128 rows that share a tile of weights, half of which each
 // block loads for both. In a block, two warps gather rows of x through the list, one loads weights and scales, one
-// hands the gathered rows to the products, and two warp groups multiply, apply the activation and store. Stages in
-// shared memory connect them. With a Sender the results also leave: see pipelined_combine_send.h.
+// hands the gathered rows to the products, and two warp groups multiply, apply the activation and store. Without a list
+// one warp loads rows. Stages in shared memory connect them. With a Sender the results also leave: see
+// pipelined_combine_send.h.
 #pragma once
 
-#include "moe/experts/pipelined_results.h"
-#include "moe/experts/tile_recorder.h"
+#include "moe/experts/multiplying_warp.h"
 
 #if defined(MOE_A2A_HAS_TILE_PIPELINE)
 
@@ -22,26 +22,26 @@ struct NoSender {
 template <class T, bool kGated, bool kGathers, class Sender = NoSender>
 struct PipelinedGemm {
   using Memory = PipelineMemory;
-  using Matrix = WarpGroupMatrix<T>;
   static constexpr bool kIsFloat8 = std::is_same_v<T, Float8>;
-  using Results = PipelinedResults<T, kGated>;
   static constexpr int kTileDepth = Memory::kRowBytes / sizeof(T), kPieceElements = 16 / sizeof(T);
   // Gate and up of the same columns are side by side, so each thread has both, whatever the order of the weights.
   static constexpr int kOutColumns = kGated ? Memory::kHalfColumns : Memory::kTileColumns;
   using Tiles = ExpertTiles<PairedTiles, Memory::kTileRows, kOutColumns>;
   using Units = UnitReader<Sender::kSends>;
+  using Multiplying = MultiplyingWarp<T, kGated, Sender::kSends, Tiles>;
 
   struct Args {
     GroupedGemmArgs gemm;
     TensorMap w;  // [num_experts, 1 or 2 (gate, up), num_columns, depth], boxes of half a tile's columns
-    TensorMap x;  // [num_x_rows, depth], boxes of a tile's rows; unused when rows are gathered
+    // [num_x_rows, depth], boxes of a tile's rows, and of few rows. Unused when rows are gathered
+    TensorMap x, few_x;
     typename Sender::Args sender;
   };
   static constexpr bool kSends = Sender::kSends;
   static_assert(!(kSends && kGathers), "sums are of the second product");
   static constexpr const char* kName = "pipelined_gemm";
   static constexpr int kThreads = 384, kBlocks = PairedTiles::kBlocks, kSharedBytes = Memory::kBytes;
-  static constexpr int kLoadWarps = 4, kGatherWarps = 2, kLoaderWarp = 2, kPassWarp = 3, kMultiplyWarps = 8;
+  static constexpr int kLoadWarps = 4, kGatherWarps = 2, kRowsWarp = 0, kWeightsWarp = 2, kPassWarp = 3;
   static constexpr int kGatherThreads = kGatherWarps * kWarpSize;
   // Registers per thread at the launch; then the loading warps give some to the multiplying ones.
   static constexpr int kRegisters = 168;
@@ -51,7 +51,9 @@ struct PipelinedGemm {
 
   MOE_A2A_DEVICE static void run(const Args& args, std::byte* shared) {
     if constexpr (kSends) {
-      if (!Sender::only_sends(args.sender)) {
+      if (Sender::only_sends(args.sender)) {
+        wait_for_last_launch();
+      } else {
         multiply_units(args, shared);
         end_pipeline(Memory{shared_address(shared)});
       }
@@ -77,18 +79,26 @@ struct PipelinedGemm {
   MOE_A2A_DEVICE static void multiply_units(const Args& args, std::byte* shared) {
     const Memory memory{shared_address(shared)};
     const int warp = thread_in_block() / kWarpSize, block = block_in_cluster();
-    if (thread_in_block() == 0) init_barriers(memory);
+    if (thread_in_block() == 0) {
+      let_next_launch_begin();
+      init_barriers(memory);
+    }
     block_sync();
     cluster_sync();
     if (warp < kLoadWarps) {
       give_registers<kLoadRegisters>();
       if (kGathers && warp < kGatherWarps) gather_rows(args.gemm, memory, block);
-      if (warp == kLoaderWarp) load_tiles(args, memory, block);
+      if (!kGathers && warp == kRowsWarp) load_rows(args, memory, block);
+      if (warp == kWeightsWarp) load_weights(args, memory, block);
       if (kGathers && warp == kPassWarp) pass_on(args.gemm, memory, block);
       if (kSends && warp == kPassWarp) publish_tiles(args.gemm, memory, block);
     } else {
       take_registers<kMultiplyRegisters>();
-      multiply(args.gemm, memory, block);
+      // Broadcast, so that the compiler knows it to be the same in all lanes and describes the products' operands in
+      // uniform registers. Otherwise each product waits for eight moves into these (H100, float8, 512 and 1024 rows per
+      // expert: the first product took 10 to 13 % longer).
+      const int index = Warp{}.broadcast(warp) - kLoadWarps;
+      Multiplying(args.gemm, memory, index, block, num_steps(args.gemm)).run();
     }
     warp_sync();
     cluster_sync();  // the other block may still arrive at this one's barriers
@@ -96,13 +106,13 @@ struct PipelinedGemm {
 
   MOE_A2A_DEVICE static void init_barriers(const Memory& memory) {
     for (int s = 0; s < Memory::kStages; ++s) {
-      barrier_init(memory.full(s), (kGathers ? 2 : 1) + (kIsFloat8 ? kWarpSize : 0));
-      barrier_init(memory.empty(s), kMultiplyWarps * kBlocks);
+      barrier_init(memory.full(s), 2 + (kIsFloat8 ? kWarpSize : 0));
+      barrier_init(memory.empty(s), Memory::kMultiplyWarps * kBlocks);
       barrier_init(memory.landed(s), kGatherThreads);
     }
-    constexpr int kReaders = kMultiplyWarps + 1 + (kGathers ? kGatherWarps + 1 : kSends ? 1 : 0);
+    constexpr int kReaders = Memory::kMultiplyWarps + 1 + (kGathers ? kGatherWarps + 1 : kSends ? 2 : 1);
     for (int place = 0; place < 2; ++place) {
-      barrier_init(memory.stored(place), kMultiplyWarps);
+      barrier_init(memory.stored(place), Memory::kMultiplyWarps);
       barrier_init(memory.published(place), 1);
       barrier_init(memory.unit_full(place), 1);
       barrier_init(memory.unit_empty(place), kReaders * kBlocks);
@@ -137,9 +147,8 @@ struct PipelinedGemm {
                                                   piece * kPieceElements);
       }
       const bool all_rows = !Warp{}.any(is_row != (1u << kCopies) - 1);
-      // A warp group with any row multiplies all of its rows, so all are written: missing rows as zeros, which cost the
-      // least power.
-      const int num_copies = div_up(tiles.num_positions, Matrix::kRows) * (Matrix::kRows / kRowStep);
+      // All rows that are multiplied are written: missing ones as zeros, which cost the least power.
+      const int num_copies = Multiplying::padded_rows(tiles.num_positions) / kRowStep;
       for (int step = 0; step < num_steps(args); ++step) {
         const uint32_t to = memory.rows(ring.stage) + place;
         const int depth = args.depth - step * kTileDepth;
@@ -183,18 +192,42 @@ struct PipelinedGemm {
 
   // ---- weights, and rows of x that are contiguous, by TMA; scales
 
-  MOE_A2A_DEVICE static void load_tiles(const Args& args, const Memory& memory, int block) {
+  // Rows may be results of the launch before, weights are not: they are in flight while that launch ends.
+  MOE_A2A_DEVICE static void load_rows(const Args& args, const Memory& memory, int block) {
+    StageRing ring;
+    Units units(memory);
+    Tiles tiles(args.gemm, Warp{});
+    wait_for_last_launch();
+    while (tiles.seek(units.next(Warp{}), block)) {
+      RowScales scales(args.gemm, tiles);
+      const bool are_few = tiles.num_positions <= Memory::kFewRows;
+      const TensorMap* x = are_few ? &args.few_x : &args.x;
+      const int num_bytes = (are_few ? Memory::kFewRows : Memory::kTileRows) * Memory::kRowBytes;
+      for (int step = 0; step < num_steps(args.gemm); ++step) {
+        barrier_wait(memory.empty(ring.stage), ring.parity ^ 1);
+        if (Warp{}.rank() == 0) {
+          barrier_expect(memory.full(ring.stage), num_bytes);
+          load_tile(memory.rows(ring.stage), x, memory.full(ring.stage), step * kTileDepth, tiles.first_position);
+        }
+        warp_sync();
+        scales.load(memory, ring.stage);
+        ring.advance();
+      }
+    }
+  }
+
+  MOE_A2A_DEVICE static void load_weights(const Args& args, const Memory& memory, int block) {
     StageRing ring;
     Units units(memory);
     UnitTaker<kSends> taker(memory, args.gemm.next_unit, block);
     if (kSends && Warp{}.rank() == 0) taker.take();
     Tiles tiles(args.gemm, Warp{});
     while (tiles.seek(units.next(Warp{}), block)) {
-      std::conditional_t<kIsFloat8, ScaleLoader, NoScales> scales(args.gemm, tiles);
+      std::conditional_t<kGathers, RowScales, NoScales> scales(args.gemm, tiles);  // else load_rows() loads them
       for (int step = 0; step < num_steps(args.gemm); ++step) {
         barrier_wait(memory.empty(ring.stage), ring.parity ^ 1);
         if (Warp{}.rank() == 0) {
-          load_stage(args, memory, block, tiles, ring.stage, step * kTileDepth);
+          load_columns(args, memory, block, tiles, ring.stage, step * kTileDepth);
           if (step == 0) taker.take();
         }
         warp_sync();
@@ -247,13 +280,15 @@ struct PipelinedGemm {
     bool is_column_;
   };
 
-  MOE_A2A_DEVICE static void load_stage(const Args& args, const Memory& memory, int block, const Tiles& tiles,
-                                        int stage, int depth) {
+  using RowScales = std::conditional_t<kIsFloat8, ScaleLoader, NoScales>;
+
+  MOE_A2A_DEVICE static void load_columns(const Args& args, const Memory& memory, int block, const Tiles& tiles,
+                                          int stage, int depth) {
     const uint32_t full = memory.full(stage), columns = memory.columns(stage);
     const auto column = [&](int half) {
       return tiles.column_tile * kOutColumns + (kGated ? 0 : half * Memory::kHalfColumns);
     };
-    barrier_expect(full, Memory::kColumnsBytes + (kGathers ? 0 : Memory::kRowsBytes));
+    barrier_expect(full, Memory::kColumnsBytes);
     if (tiles.shares_columns) {
       load_tile_for_both(columns + block * Memory::kHalfBytes, &args.w, full, depth, column(block), kGated ? block : 0,
                          tiles.expert);
@@ -263,73 +298,9 @@ struct PipelinedGemm {
                   tiles.expert);
       }
     }
-    if (!kGathers) load_tile(memory.rows(stage), &args.x, full, depth, tiles.first_position);
-  }
-
-  // ---- products
-
-  MOE_A2A_DEVICE static void multiply(const GroupedGemmArgs& args, const Memory& memory, int block) {
-    // Broadcast, so that the compiler knows it to be the same in all lanes and describes the products' operands in
-    // uniform registers. Otherwise each product waits for eight moves into these (H100, float8, 512 and 1024 rows per
-    // expert: the first product took 10 to 13 % longer).
-    const int warp = Warp{}.broadcast(thread_in_block() / kWarpSize) - kLoadWarps, group = warp / 4;
-    const auto release = [&](int stage) {
-      if (Warp{}.rank() < kBlocks) barrier_arrive_at(memory.empty(stage), Warp{}.rank());
-    };
-    StageRing ring;
-    Turn turn;  // to hand over a tile
-    TileRecorder recorder(args.trace, warp);
-    Units units(memory);
-    Tiles tiles(args, Warp{});
-    bool more = tiles.seek(units.next(Warp{}), block);
-    while (more) {
-      if (tiles.num_positions <= group * Matrix::kRows) {  // this group has no rows: just release the stages
-        for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
-          barrier_wait(memory.full(ring.stage), ring.parity);
-          release(ring.stage);
-        }
-        hand_over(memory, turn);
-        more = tiles.seek(units.next(Warp{}), block);
-        continue;
-      }
-      const int first_row = group * Matrix::kRows + warp % 4 * Memory::kWarpRows;
-      const typename Results::Place place = {.memory = memory.results(warp),
-                                             .expert = tiles.expert,
-                                             .first_position = tiles.first_position + first_row,
-                                             .num_rows = tiles.num_positions - first_row,
-                                             .first_column = tiles.column_tile * kOutColumns};
-      const uint32_t rows = group * Matrix::kRows * Memory::kRowBytes;  // of this group, in a stage
-      Matrix matrix;
-      if constexpr (kIsFloat8) {
-        add_scaled_products(args, memory, rows, first_row + Warp{}.rank() / 4, matrix, ring, release);
-        Results::store(args, matrix, place);
-        recorder.tile(args, place);
-        hand_over(memory, turn);
-        more = tiles.seek(units.next(Warp{}), block);
-      } else {
-        const int last = start_products(args, memory, rows, matrix, ring, release);
-        more = tiles.seek(units.next(Warp{}), block);  // overlaps the last product
-        matrix.template wait<0>();
-        release(last);
-        Results::store(args, matrix, place);
-        recorder.tile(args, place);
-        hand_over(memory, turn);
-      }
-    }
-    recorder.close(args.trace);
   }
 
   // ---- stored tiles, for readers in this launch
-
-  // Called by each multiplying warp once it has stored its part of a tile, or has none.
-  MOE_A2A_DEVICE static void hand_over(const Memory& memory, Turn& turn) {
-    if constexpr (kSends) {
-      barrier_wait(memory.published(turn.place()), turn.parity() ^ 1);
-      warp_sync();
-      if (Warp{}.rank() == 0) barrier_arrive(memory.stored(turn.place()));
-      ++turn.number;
-    }
-  }
 
   // Publishing takes a fence at GPU scope. It has its own warp: in the multiplying warps the fence would wait for their
   // stores, and for their arrivals at the other block.
@@ -346,51 +317,6 @@ struct PipelinedGemm {
       ++turn.number;
     }
   }
-
-  // Releases all stages but the last, which it returns.
-  template <class Release>
-  MOE_A2A_DEVICE static int start_products(const GroupedGemmArgs& args, const Memory& memory, uint32_t rows,
-                                           Matrix& matrix, StageRing& ring, Release release) {
-    int previous = -1;
-    for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
-      barrier_wait(memory.full(ring.stage), ring.parity);
-      matrix.start(memory.rows(ring.stage) + rows, memory.columns(ring.stage), step == 0);
-      matrix.template wait<1>();
-      if (previous >= 0) release(previous);
-      previous = ring.stage;
-    }
-    return previous;
-  }
-
-  // Float8: products of half a tile's columns, one scale deep, are scaled and added to the sums. There are registers
-  // for one such product only: while a warp group scales, the products of the other one run.
-  template <class Release>
-  MOE_A2A_DEVICE static void add_scaled_products(const GroupedGemmArgs& args, const Memory& memory, uint32_t rows,
-                                                 int row, Matrix& matrix, StageRing& ring, Release release) {
-    matrix.clear();
-    for (int step = 0; step < num_steps(args); ++step, ring.advance()) {
-      barrier_wait(memory.full(ring.stage), ring.parity);
-      matrix.start(memory.rows(ring.stage) + rows, memory.columns(ring.stage));
-      const Scales scales(memory, ring.stage, row);  // while the first product runs
-      matrix.wait();
-      matrix.add(0, scales.upper * scales.columns.first, scales.lower * scales.columns.first);
-      matrix.start(memory.rows(ring.stage) + rows, memory.columns(ring.stage) + Memory::kHalfBytes);
-      matrix.wait();
-      release(ring.stage);
-      matrix.add(1, scales.upper * scales.columns.second, scales.lower * scales.columns.second);
-    }
-  }
-
-  // The scales of a thread's two rows, and of both halves of the tile's columns.
-  struct Scales {
-    FloatPair columns;
-    float upper, lower;
-
-    MOE_A2A_DEVICE Scales(const Memory& memory, int stage, int row)
-        : columns(load_pair(memory.column_scales(stage))),
-          upper(load_float(memory.row_scales(stage) + row * 4)),
-          lower(load_float(memory.row_scales(stage) + (row + 8) * 4)) {}
-  };
 };
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

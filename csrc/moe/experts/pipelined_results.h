@@ -1,8 +1,8 @@
-// How the multiplying warps of the pipelined GEMM turn their sums into results and store them.
+// How a multiplying warp of the pipelined GEMM turns its sums into results and stores them: 16 rows of a tile.
 #pragma once
 
 #include "moe/experts/grouped_gemm.h"
-#include "moe/experts/pipeline_memory.h"
+#include "moe/experts/result_place.h"
 
 #if defined(MOE_A2A_HAS_TILE_PIPELINE)
 
@@ -15,12 +15,7 @@ struct PipelinedResults {
   static constexpr bool kIsFloat8 = std::is_same_v<T, Float8>;
   static constexpr int kOutColumns = kGated ? Memory::kHalfColumns : Memory::kTileColumns;
 
-  struct Place {  // of the 16 rows and kOutColumns columns that a warp stores
-    uint32_t memory;
-    int expert, first_position, num_rows, first_column;
-  };
-
-  MOE_A2A_DEVICE static void store(const GroupedGemmArgs& args, Matrix& matrix, const Place& place) {
+  MOE_A2A_DEVICE static void store(const GroupedGemmArgs& args, Matrix& matrix, const ResultPlace& place) {
     if (kIsFloat8 && kGated && args.out_dtype == DType::kFloat8) {
       if constexpr (kIsFloat8 && kGated) store_quantized(args, matrix, place);
     } else if (args.bias == nullptr && args.activation.is_plain()) {
@@ -32,7 +27,7 @@ struct PipelinedResults {
 
   // The identity, or silu(gate) * up. Results pass through shared memory, 128 columns at a time, so that rows are
   // stored in whole lines.
-  MOE_A2A_DEVICE static void store_plain(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
+  MOE_A2A_DEVICE static void store_plain(const GroupedGemmArgs& args, const Matrix& matrix, const ResultPlace& place) {
     constexpr int kHalf = 16;  // groups of 8 columns per half
     const int lane = Warp{}.rank(), row = lane / 16, piece = lane % 16;
     const StagedRow to = Memory::staged_row(place.memory, lane % 16);
@@ -69,15 +64,16 @@ struct PipelinedResults {
     const int i = Matrix::index(j, lower);
     if constexpr (kGated) {
       const int up = i + 64;  // 128 columns further
-      return packed(args, silu(matrix.sum[i]) * matrix.sum[up], silu(matrix.sum[i + 1]) * matrix.sum[up + 1]);
+      return pack_results<T>(args, silu(matrix.sum[i]) * matrix.sum[up], silu(matrix.sum[i + 1]) * matrix.sum[up + 1]);
     } else {
-      return packed(args, matrix.sum[i], matrix.sum[i + 1]);
+      return pack_results<T>(args, matrix.sum[i], matrix.sum[i + 1]);
     }
   }
 
   // Any activation, and bias. The sums pass through shared memory, 64 columns of w at a time, and a loop over rows
   // finishes them: unrolled over registers, this took a minute to compile and spilled.
-  MOE_A2A_DEVICE static void store_finished(const GroupedGemmArgs& args, const Matrix& matrix, const Place& place) {
+  MOE_A2A_DEVICE static void store_finished(const GroupedGemmArgs& args, const Matrix& matrix,
+                                            const ResultPlace& place) {
     constexpr int kColumns = kGated ? 32 : 64, kGroups = kColumns / 8;  // results, and groups of 8, at a time
     constexpr int kRows = kWarpSize / kGroups;                          // a lane takes a group in every kRows-th row
     static_assert(64 * 4 <= Memory::kResultRowBytes);
@@ -134,7 +130,8 @@ struct PipelinedResults {
       uint32_t word[4];
       MOE_A2A_UNROLL
       for (int i = 0; i < 4; ++i) {
-        word[i] = packed(args, result(f, from, byte + i * 8, 2 * i), result(f, from, byte + i * 8 + 4, 2 * i + 1));
+        word[i] =
+            pack_results<T>(args, result(f, from, byte + i * 8, 2 * i), result(f, from, byte + i * 8 + 4, 2 * i + 1));
       }
       return {word[0], word[1], word[2], word[3]};
     }
@@ -150,7 +147,7 @@ struct PipelinedResults {
   };
 
   // SwiGLU as float8: a row's results of a tile share one scale.
-  MOE_A2A_DEVICE static void store_quantized(const GroupedGemmArgs& args, Matrix& matrix, const Place& place) {
+  MOE_A2A_DEVICE static void store_quantized(const GroupedGemmArgs& args, Matrix& matrix, const ResultPlace& place) {
     const float alpha = args.activation.alpha;
     const auto f = [alpha](float x) { return x * sigmoid(alpha * x); };
     float largest[2] = {1e-12f, 1e-12f}, inverse[2];  // of a thread's upper and lower row; as in rows/quantize.h
@@ -195,15 +192,6 @@ struct PipelinedResults {
       *reinterpret_cast<Vec16*>(out + int64_t{row} * args.num_columns) = v;
     }
     warp_sync();
-  }
-
- private:
-  MOE_A2A_DEVICE static uint32_t packed(const GroupedGemmArgs& args, float first, float second) {
-    if constexpr (kIsFloat8) {
-      return args.out_dtype == DType::kFloat16 ? pack<Half>(first, second) : pack<Bfloat16>(first, second);
-    } else {
-      return pack<T>(first, second);
-    }
   }
 };
 

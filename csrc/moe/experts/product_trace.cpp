@@ -6,6 +6,7 @@ void ProductTrace::run(const GroupedGemmPlace& place, GroupedGemmArgs args) {
   if (shown_.is_on()) {
     order_.next(device_, place.stream);
     args.trace = shown_;
+    args.follows_product = false;  // each continues the segments of the one before
   }
   run_grouped_gemm(place, args);
 }
