@@ -1,4 +1,4 @@
-// A multiplying warp of the pipelined GEMM: it takes its warp group's products of each tile through the stages, stores
+// A multiplying warp of the pipelined GEMM: it multiplies its warp group's part of each tile, stage by stage, stores
 // the results and hands the tile over to readers.
 #pragma once
 
@@ -11,12 +11,13 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 // Of a tile with many rows a warp group takes 64 rows and all columns. Of a float8 tile with few rows it takes all rows
-// and 64 columns of each half: fewer sums to scale, and the columns are the product's large dimension.
+// and 64 columns of each half, so that a thread has fewer sums to scale (docs/experts.md).
 template <class T, bool kGated, bool kSends, class Tiles>
 class MultiplyingWarp {
  public:
   using Memory = PipelineMemory;
   static constexpr bool kIsFloat8 = std::is_same_v<T, Float8>;
+  static constexpr int kLeastRows = 16;  // that are multiplied
 
   // warp: among those that multiply.
   MOE_A2A_DEVICE MultiplyingWarp(const GroupedGemmArgs& args, const Memory& memory, int warp, int block, int num_steps)
@@ -32,7 +33,7 @@ class MultiplyingWarp {
 
   // How many rows of a tile with `num_rows` are multiplied.
   MOE_A2A_DEVICE static int padded_rows(int num_rows) {
-    if (kIsFloat8 && num_rows <= Memory::kFewRows) return num_rows <= 16 ? 16 : Memory::kFewRows;
+    if (kIsFloat8 && num_rows <= Memory::kFewRows) return num_rows <= kLeastRows ? kLeastRows : Memory::kFewRows;
     return div_up(num_rows, Matrix::kRows) * Matrix::kRows;
   }
 
@@ -45,10 +46,10 @@ class MultiplyingWarp {
         } else {
           pass_tile();
         }
-      } else if (tiles_.num_positions > 16) {
+      } else if (tiles_.num_positions > kLeastRows) {
         multiply_few_rows<Memory::kFewRows>();
       } else {
-        multiply_few_rows<16>();
+        multiply_few_rows<kLeastRows>();
       }
     }
     recorder_.close(args_.trace);
