@@ -69,14 +69,18 @@ void ExpertParallel::after_close() {
 
 // ---- buffers and handles
 
-void ExpertParallel::require(const DispatchHandle& handle, std::initializer_list<Stage> stages,
-                             const char* call) const {
+void ExpertParallel::require_own(const DispatchHandle& handle, const char* call) const {
   require_open();
   if (handle.owner != this) {
     throw std::runtime_error(std::string(call) +
                              " got a handle of another ExpertParallel; pass the one that this object's dispatch "
                              "returned");
   }
+}
+
+void ExpertParallel::require(const DispatchHandle& handle, std::initializer_list<Stage> stages,
+                             const char* call) const {
+  require_own(handle, call);
   const Stage stage = handle.stage;
   if (std::find(stages.begin(), stages.end(), stage) != stages.end()) return;
   throw std::runtime_error(std::string(call) + " got a handle that is " + name_of(stage) + " on rank " +

@@ -147,7 +147,9 @@ class ExpertParallel : public Client {
   void raise_reported() override;
   void raise_in_own_words(const Report& report) override;
 
-  // Throws unless this object is open, the handle its own, and at one of these stages.
+  // Throws unless this object is open and the handle its own.
+  void require_own(const DispatchHandle& handle, const char* call) const;
+  // The same, and unless the handle is at one of these stages.
   void require(const DispatchHandle& handle, std::initializer_list<Stage> stages, const char* call) const;
 
  private:

@@ -77,7 +77,7 @@ void ExpertParallel::release(DispatchHandle& handle, const LaunchPlace& place, c
   if (handle.stage == Stage::kCombined) handle.stage = Stage::kClosed;
   const bool was_refused = handle.stage == Stage::kRefused;
   if ((!handle.is_open() && !was_refused) || is_closed()) return;
-  require(handle, {handle.stage}, "release");
+  require_own(handle, "release");
   if (handle.stage != Stage::kCombineSent) {  // combine_send has returned the credit already
     const bool refused_before = why.empty() && (was_refused || handle.failed_attempt + handle.num_strays > 0);
     launch(ReleaseArgs{.context = context_,
