@@ -147,8 +147,7 @@ class ExpertLists {
 
   // How many of an expert's routes fit in the layout: a masked block overflows if tokens choose an expert twice.
   MOE_A2A_DEVICE int32_t held(int expert) const {
-    const int32_t room = args_.layout == Layout::kMasked ? extent(expert) : count_[expert];
-    return count_[expert] < room ? count_[expert] : room;
+    return can_overflow() && count_[expert] > extent(expert) ? extent(expert) : count_[expert];
   }
 
   MOE_A2A_DEVICE void publish_counts() const {
