@@ -50,7 +50,7 @@ MoeRegion MoeRegion::take_from(RegionLayout& symmetric, RegionLayout& local, con
   region.landed_term = local.take<RouteTerm>(b, r * t, k);
   region.combine_order = local.take<int32_t>(b, MoeRegion::kNumOrders, r * t);
   region.num_recv_tokens_per_rank = local.take<int32_t>(b, r);
-  region.sums_return_ll = local.take<int32_t>(b, 1);
+  region.sums_return_ll = local.take<int32_t>(b);
   region.token_ranks = local.take<RankSet>(b, t);
   return region;
 }

@@ -83,7 +83,7 @@ struct MoeRegion {
   Array<RouteTerm, 3> landed_term;             // [B, R * T rows, K]  the routes of each row that landed, in k order
   Array<int32_t, 3> combine_order;             // [B, kNumOrders, R * T]  landed rows as combine sends them, if whole
   Array<int32_t, 2> num_recv_tokens_per_rank;  // [B, R src]  tokens in the batch of src
-  Array<int32_t, 2> sums_return_ll;            // [B, 1]  whether sums return as LL words: only if every batch's may
+  Array<int32_t, 1> sums_return_ll;            // [B]  whether sums return as LL words: only if every batch's may
   Array<RankSet, 2> token_ranks;               // [B, T]  the ranks that each of this rank's tokens went to
 
   enum Launch { kDispatchSend, kCombineSend, kNumLaunches };

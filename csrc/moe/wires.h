@@ -38,8 +38,8 @@ MOE_A2A_DEVICE bool is(const MoeConfig& config, int num_tokens, DType row_dtype)
 }
 // Calls f(std::type_identity<Wire>) with the wire that sums return by; f is MOE_A2A_INLINED.
 template <class F>
-MOE_A2A_DEVICE auto with_wire(bool is_small, const F& f) {
-  return is_small ? f(std::type_identity<LlWire>{}) : f(std::type_identity<RowWire>{});
+MOE_A2A_DEVICE auto with_wire(bool sums_return_ll, const F& f) {
+  return sums_return_ll ? f(std::type_identity<LlWire>{}) : f(std::type_identity<RowWire>{});
 }
 
 // Base of sources: rows that the caller has given.

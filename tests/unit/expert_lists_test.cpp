@@ -239,7 +239,7 @@ class RoutingExchange {
       }
     }
     ASSERT_EQ(region.landed_offsets(buffer_, config_.num_ranks), landed);
-    ASSERT_EQ(region.sums_return_ll(buffer_, 0), sums_return_ll);
+    ASSERT_EQ(region.sums_return_ll(buffer_), sums_return_ll);
     if (sums_return_ll) return;  // combine then sends words, in a different order
     check_combine_order(MoeRegion::kAllRows, true);
     check_combine_order(MoeRegion::kPeersRows, false);

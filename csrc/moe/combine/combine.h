@@ -22,7 +22,7 @@ struct BothCombineHalves {
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
     const Context& c = args.send.context;
     CombineSend::prefetch_schedule(c, args.send.buffer, block);
-    with_wire(c.region.sums_return_ll(args.send.buffer, 0), [&](auto type) MOE_A2A_INLINED {
+    with_wire(c.region.sums_return_ll(args.send.buffer), [&](auto type) MOE_A2A_INLINED {
       constexpr bool kAllDoBoth = decltype(type)::type::kIsLl;
       const uint64_t start = trace_now();
       const int num_senders = kAllDoBoth ? 0 : args.num_send_blocks;

@@ -26,7 +26,7 @@ struct SimulatedCombineSend {
   static size_t shared_bytes(const Args& args) { return CombineSend::shared_bytes(args); }
 
   MOE_A2A_DEVICE static void run(const Args& args, const Grid& grid, const Block& block, std::byte* shared) {
-    with_wire(args.context.region.sums_return_ll(args.buffer, 0),
+    with_wire(args.context.region.sums_return_ll(args.buffer),
               [&](auto wire) MOE_A2A_INLINED { send(wire, args, OwnSums(), grid, block, shared); });
   }
 

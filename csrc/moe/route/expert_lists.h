@@ -168,7 +168,7 @@ class ExpertLists {
     }
     if (block_.rank() == 0) {
       region_.landed_offsets(b, config_.num_ranks) = count_[landed_list()];
-      region_.sums_return_ll(b, 0) = ll_table_.sums_return_ll();
+      region_.sums_return_ll(b) = ll_table_.sums_return_ll();
     }
   }
 
