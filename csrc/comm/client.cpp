@@ -211,9 +211,13 @@ void Client::require_open() const {
 // ---- reports
 
 void Client::raise_waits() {
+  raise_timeouts();
+  raise_refusal();
+}
+
+void Client::raise_timeouts() {
   leave_if_interrupted();
   raise_failure();
-  raise_refusal();
 }
 
 void Client::raise_failure() {
@@ -231,11 +235,6 @@ void Client::raise_refusal() {
   if (!device_->is_synchronous() && is_known_refusal(report)) return;
   raise_in_own_words(report);
   raise_report(report, vocabulary_);
-}
-
-void Client::raise_timeouts() {
-  leave_if_interrupted();
-  raise_failure();
 }
 
 void Client::raise_reported() {
