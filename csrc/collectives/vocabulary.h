@@ -31,7 +31,7 @@ inline constexpr SliceName kCollectiveKinds[] = {
     {"push"}, {"chunk_wait", "chunk"}, {"pull"}, {"call_wait", "call"}, {"disagreement", "same call"}};
 
 inline constexpr Vocabulary kCollectiveVocabulary{.client = "Collectives",
-                                                  .smaller = "pass a smaller max_nbytes or symmetric_nbytes",
+                                                  .memory_advice = "pass a smaller max_nbytes or symmetric_nbytes",
                                                   .first_operation = collective_op::kOneShot,
                                                   .operations = kCollectiveOperations,
                                                   .first_kind = collective_kind::kPush,

@@ -63,7 +63,8 @@ void Client::allocate(const std::vector<AgreedField>& fields, const Place& place
     allocate_report();
   } catch (const OutOfMemory& error) {
     device_->close();
-    throw std::runtime_error(error.what() + (vocabulary_.smaller ? std::string("; ") + vocabulary_.smaller : ""));
+    throw std::runtime_error(error.what() +
+                             (vocabulary_.memory_advice ? std::string("; ") + vocabulary_.memory_advice : ""));
   } catch (...) {
     device_->close();  // no peer knows of this memory yet
     throw;

@@ -34,7 +34,7 @@ struct SliceName {
 
 struct Vocabulary {
   const char* client;
-  const char* smaller = nullptr;  // advice when memory runs out: what to pass
+  const char* memory_advice = nullptr;  // what to pass when memory runs out
   Operation first_operation;
   std::span<const char* const> operations;
   TraceKind first_kind;

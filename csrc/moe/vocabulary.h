@@ -39,7 +39,7 @@ inline constexpr SliceName kMoeKinds[] = {{"route"},
                                           {"stored_wait"}};
 
 inline constexpr Vocabulary kMoeVocabulary{.client = "ExpertParallel",
-                                           .smaller = "pass a smaller num_max_tokens_per_rank or num_buffers",
+                                           .memory_advice = "pass a smaller num_max_tokens_per_rank or num_buffers",
                                            .first_operation = moe_op::kDispatchSend,
                                            .operations = kMoeOperations,
                                            .first_kind = moe_kind::kRoute,
