@@ -2,7 +2,8 @@
 // row's experts themselves. Read from the tables that the rows' ranks have sent.
 #pragma once
 
-#include "comm/work_queue.h"
+#include <bit>
+
 #include "moe/route/ll_choice.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

@@ -2,7 +2,6 @@
 // ll_table.h has those of small and medium batches, with the same interface.
 #pragma once
 
-#include "comm/work_queue.h"
 #include "moe/route/route.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
