@@ -45,7 +45,7 @@ class DirectSteps : public ShareChunks {
       const uint64_t start = trace_now();
       (this->*kStep)(i);
       signal_chunks(part_, block_, kNoChunk, {}, i, part_.others());
-      record_chunk(kind, start, i);
+      record_chunk(part_, block_, kind, start, i);
       return true;
     });
   }

@@ -23,6 +23,11 @@ struct Part {
   MOE_A2A_DEVICE CallState& state() const { return context.region.state(0); }
 };
 
+// A slice of the block's work on chunk i.
+MOE_A2A_DEVICE void record_chunk(const Part& part, const Block& block, TraceKind kind, uint64_t start, int i) {
+  record(part.context.trace(), block, {.kind = kind, .begin = start, .token = i});
+}
+
 // The LL words in which src announces its call.
 inline constexpr int kAnnouncementWords = num_ll_words(Announcement::kWords);
 static_assert(kAnnouncementWords * sizeof(LlWord) <= kAnnouncementBytes);

@@ -50,14 +50,14 @@ class OneShotSteps {
     multicast_bytes(
         block_, others, part_.rank(), [&](int rank) { return c.heap.peer(rank, local); }, args_.x + first,
         args_.size_of_chunk(i) * size_of(args_.dtype));
-    record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
+    record_chunk(part_, block_, collective_kind::kPush, start, i);
   }
 
   // Reduces chunk i of all ranks into out.
   MOE_A2A_DEVICE void reduce(int i) const {
     const uint64_t start = trace_now();
     with_element_type(args_.dtype, [&](auto element) { reduce_chunk<decltype(element)>(i); });
-    record(args_.context.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
+    record_chunk(part_, block_, TraceKind::kReduce, start, i);
   }
 
  private:

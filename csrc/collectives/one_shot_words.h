@@ -52,7 +52,7 @@ class OneShotWords {
     const Delivery delivery{part_.others(), i, (part_.rank() + 1) % part_.num_ranks()};
     LlWord* local = words_of(part_.rank(), i);
     send_ll(block_, delivery, chunk_of(i), part_.epoch, [&](int rank) { return c.heap.peer(rank, local); });
-    record(c.trace(), block_, {.kind = collective_kind::kPush, .begin = start, .token = i});
+    record_chunk(part_, block_, collective_kind::kPush, start, i);
   }
 
   // Merges chunk i of all ranks into out; false if a rank did not arrive or makes a different call.
@@ -66,7 +66,7 @@ class OneShotWords {
       meet(part_, grid, block_);  // reports which calls differ
       return false;
     }
-    record(args_.context.trace(), block_, {.kind = TraceKind::kReduce, .begin = start, .token = i});
+    record_chunk(part_, block_, TraceKind::kReduce, start, i);
     return !block_.any(arrival == Arrival::kGaveUp);
   }
 

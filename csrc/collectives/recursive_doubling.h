@@ -97,7 +97,7 @@ class DoublingSteps {
       own.store(merged, at, target);
     });
     signal_place(part_, block_, region_.chunk_signal, place, peer, i);
-    record_chunk(collective_kind::kPush, start, i);
+    record_chunk(part_, block_, collective_kind::kPush, start, i);
     return true;
   }
 
@@ -114,7 +114,7 @@ class DoublingSteps {
       own.finish(merged, at, out, nullptr);
     });
     if (peer != kNobody) signal_place(part_, block_, region_.chunk_signal, 0, peer, i);
-    record_chunk(TraceKind::kReduce, start, i);
+    record_chunk(part_, block_, TraceKind::kReduce, start, i);
     return true;
   }
 
@@ -145,9 +145,6 @@ class DoublingSteps {
   }
   MOE_A2A_DEVICE bool wait(int place, int peer, int i) const {
     return wait_for_place(part_, block_, region_.chunk_signal, place, peer, i);
-  }
-  MOE_A2A_DEVICE void record_chunk(TraceKind kind, uint64_t start, int i) const {
-    record(args_.context.trace(), block_, {.kind = kind, .begin = start, .token = i});
   }
 
   const RecursiveDoublingArgs& args_;

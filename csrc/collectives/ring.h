@@ -34,7 +34,7 @@ class RingSteps : public ShareChunks {
       if (part_.num_ranks() > 1 && !wait_for_partial(part_.rank(), i)) return false;
       complete(i);
       if (part_.num_ranks() > 1) signal_share(part_.rank(), i);
-      record_chunk(TraceKind::kReduce, start, i);
+      record_chunk(part_, block_, TraceKind::kReduce, start, i);
       return true;
     });
   }
@@ -55,7 +55,7 @@ class RingSteps : public ShareChunks {
           copy(own, source, span.count);
           signal_share(share, i);
         }
-        record_chunk(collective_kind::kPull, start, i);
+        record_chunk(part_, block_, collective_kind::kPull, start, i);
         return true;
       });
       if (!good) return false;
@@ -79,7 +79,7 @@ class RingSteps : public ShareChunks {
       const uint64_t start = trace_now();
       merge_on(share, i, step > 0);
       signal_place(part_, block_, region_.chunk_signal, share, next(), i);
-      record_chunk(collective_kind::kPush, start, i);
+      record_chunk(part_, block_, collective_kind::kPush, start, i);
       return true;
     });
   }

@@ -85,7 +85,7 @@ class ShareChunks {
     const uint64_t start = trace_now();
     std::byte* landing = region_.landing.at(part_.half(), part_.rank(), place);
     for_other_owners(i, [&](int owner) { write(chunk(owner, i), args_.context.heap.peer(owner, landing)); });
-    record_chunk(collective_kind::kPush, start, i);
+    record_chunk(part_, block_, collective_kind::kPush, start, i);
   }
 
   // Reduces chunk i of this rank's share by reduce(element), where `element` is of the dtype.
@@ -94,7 +94,7 @@ class ShareChunks {
     if (!has_own(i)) return;
     const uint64_t start = trace_now();
     with_element_type(args_.dtype, reduce);
-    record_chunk(TraceKind::kReduce, start, i);
+    record_chunk(part_, block_, TraceKind::kReduce, start, i);
   }
 
   // Calls copy(owner, span) for chunk i of the shares of all other ranks.
@@ -102,15 +102,11 @@ class ShareChunks {
   MOE_A2A_DEVICE void take_chunks(int i, const Copy& copy) const {
     const uint64_t start = trace_now();
     for_other_owners(i, [&](int owner) { copy(owner, chunk(owner, i)); });
-    record_chunk(collective_kind::kPull, start, i);
+    record_chunk(part_, block_, collective_kind::kPull, start, i);
   }
 
   MOE_A2A_DEVICE bool has_own(int i) const { return chunk(part_.rank(), i).count > 0; }
   MOE_A2A_DEVICE Span chunk(int owner, int i) const { return args_.extent.chunk_of(args_.shares, owner, i); }
-
-  MOE_A2A_DEVICE void record_chunk(TraceKind kind, uint64_t start, int i) const {
-    record(args_.context.trace(), block_, {.kind = kind, .begin = start, .token = i});
-  }
 
   MOE_A2A_DEVICE int64_t element_size() const { return size_of(args_.dtype); }
   MOE_A2A_DEVICE const std::byte* x_at(int64_t element) const {
@@ -207,7 +203,7 @@ class GatherSteps : public ShareChunks {
           span.count * element_size());
     }
     if (x != out_at(span.begin)) copy(out_at(span.begin), x, span.count);
-    record_chunk(collective_kind::kPush, start, i);
+    record_chunk(part_, block_, collective_kind::kPush, start, i);
   }
   // Copies chunk i of the other shares into out.
   MOE_A2A_DEVICE void take(int i) const {
