@@ -7,10 +7,10 @@ namespace moe_a2a::bindings {
 namespace {
 
 void check_shape(const MoeConfig& config, const at::Tensor& tensor, const char* name, at::IntArrayRef shape,
-                 const char* mend) {
+                 const char* remedy) {
   if (tensor.sizes() != shape) {
     raise_value(config.rank,
-                std::string(name) + " has shape " + text_of(tensor.sizes()) + ", expected " + text_of(shape), mend);
+                std::string(name) + " has shape " + text_of(tensor.sizes()) + ", expected " + text_of(shape), remedy);
   }
 }
 
