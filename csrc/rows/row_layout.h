@@ -1,4 +1,5 @@
-// A row in memory: its values and, for float8, one fp32 scale per 128 values after them. For host and kernels.
+// A row in memory: its values and, for float8, four bytes of scales per 128 values after them: one fp32 scale, or four
+// scales of a byte. For host and kernels.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace moe_a2a {
 
-// Values per scale in a float8 row.
+// Values per four bytes of scales in a float8 row.
 inline constexpr int kScaleBlock = 128;
 // Scale blocks in a piece, which one warp sends or receives as LL words: with whole rows, a small batch would leave
 // most warps idle.
