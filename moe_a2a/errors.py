@@ -8,10 +8,11 @@ class PeerTimeoutError(RuntimeError):
     first of them waited for. moe_a2a.shrink() continues without it.
 
     Attributes:
-        operation: the step that waited: "dispatch_send", "dispatch_recv", "combine_send" or "combine_recv"; of Collectives
-            "two_shot_all_reduce" and so on; while an object is made "construct" or "set_comm_handles"; "survivors".
-        phase: what it waited for: "credit", "routing table", "row" or "partial sum"; of Collectives "call" or "chunk"; while
-            an object is made "peer" or "memory"; of survivors() "store".
+        operation: the step that waited: "dispatch_send", "dispatch_recv" or "combine_recv"; of Collectives
+            "two_shot_all_reduce" and so on; of a trace "align_clocks"; while an object is made "construct" or
+            "set_comm_handles"; "survivors".
+        phase: what it waited for: "credit", "routing table", "row" or "partial sum"; of Collectives "call" or "chunk"; of a
+            trace "clock"; while an object is made "peer" or "memory"; of survivors() "store".
         rank: the rank that waited.
         peer: the rank that did not arrive.
         token: the token whose row or sum was awaited; -1 if the wait was not for a token.

@@ -8,7 +8,7 @@
 
 namespace moe_a2a {
 
-// A rank did not arrive within the deadline.
+// A rank did not arrive within the deadline, or left a call.
 struct PeerTimeout : std::runtime_error {
   PeerTimeout(const Report& report, const char* operation, const char* awaited, const std::string& what)
       : std::runtime_error(what), report(report), operation(operation), awaited(awaited) {}
