@@ -5,9 +5,11 @@
 //
 // Both have the same interface: send(schedule, source) at the sender, receive() at the receiver.
 //
-//   schedule  in which order and where to: num_rows() and at(warp, i), a Scheduled
+//   schedule  in which order and where to: num_rows() and at(warp, i), a Scheduled; kIsToOneRank: each row has one
+//             destination
 //   source    what a row is made of: send(group, sender, scheduled, piece) has a group send a piece of it through a
-//             sender of the wire; kKind is its trace slice
+//             sender of the wire; kKind is its trace slice. For RowWire also with_row_sender(port, f), which calls
+//             f(sender), and payload(delivery), if a row's signal carries one
 #pragma once
 
 #include "comm/array.h"
