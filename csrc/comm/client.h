@@ -87,7 +87,8 @@ class Client {
  protected:
   // `vocabulary` names the client's launches and waits, and must outlive the client. `context` belongs to the derived
   // class, which launches its kernels with it.
-  // most_blocks: of its launches; 0: no limit. ordered: of its communicator; null: runs beside other clients.
+  // `ordered`: the communicator's; null: launches run beside those of other clients. `most_blocks`: the limit on its
+  // launches, which leaves the rest of the device to the other clients; 0: none.
   Client(const Member& member, const Vocabulary& vocabulary, ClientContext& context,
          std::shared_ptr<OrderedLaunches> ordered = nullptr, int most_blocks = 0);
 

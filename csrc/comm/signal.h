@@ -85,15 +85,15 @@ MOE_A2A_DEVICE uint64_t signal_many(const HeapView& heap, const RankSet& ranks, 
   return now;
 }
 
-// The same for what this rank's earlier launches did. No fence is needed where the end of a launch is a release.
+// signal_many() for what this rank's earlier launches did. No fence is needed where the end of a launch is a release.
 MOE_A2A_DEVICE void signal_earlier_launches(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
                                             uint32_t payload = 0) {
   if constexpr (!kLaunchesRelease) fence_before_signals();
   store_signals(heap, ranks, local, epoch, payload);
 }
 
-// The same for a token's row or sum, plus a trace record per signal. Recorded after the stores, so as not to delay a
-// signal.
+// signal_many() for a token's row or sum, plus a trace record per signal. Recorded after the stores, so as not to delay
+// a signal.
 MOE_A2A_DEVICE void signal_token(const HeapView& heap, const RankSet& ranks, Signal* local, uint64_t epoch,
                                  uint32_t payload, const TraceBuffer& trace, int token) {
   const uint64_t now = signal_many(heap, ranks, local, epoch, payload);

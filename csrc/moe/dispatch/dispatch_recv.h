@@ -139,7 +139,8 @@ struct DispatchRecv {
     return make_round_robin(grid, block.num_warps() - 1 - block.warp_rank(), block.num_warps());
   }
 
-  // A token without an expert here sends no row; its table entry, or its choices, say so.
+  // A token without an expert here sends no row; its table entry, or its choices, say so. receive_headers() has waited
+  // for chunk 0.
   MOE_A2A_DEVICE static bool receive(std::type_identity<LargeBatch>, const Args& args, const Exchange& exchange,
                                      const Warp&, int num_tokens, int /*part*/, const WaitSite& site) {
     const int chunk = site.token / chunk_length(num_tokens);
