@@ -109,11 +109,9 @@ class ExpertParallel(CommunicatorClient):
         self._core = _core.ExpertParallel(comm, self._owns_comm, *sizes, self.device)
         self.num_max_ll_tokens = self._core.num_max_ll_tokens
         # Set once, so that a call looks its blocks up without Python.
-        self._core.set_launch_table(self._launch_steps())
-
-    def _launch_steps(self) -> list[launch_tables.LaunchStep]:
-        file = self._launch_table
-        return launch_tables.in_effect(self.device, self.num_ranks, self.hidden, self.dtype, self.num_topk, file)[0]
+        of_table = (self.device, self.num_ranks, self.hidden, self.dtype, self.num_topk, self._launch_table)
+        steps, _ = launch_tables.in_effect(*of_table)
+        self._core.set_launch_table(steps)
 
     def _check_numbers(self) -> None:
         for name in ("num_experts", "num_topk", "hidden", "num_max_tokens_per_rank", "num_buffers"):
