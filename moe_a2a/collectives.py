@@ -50,7 +50,8 @@ class Collectives(CommunicatorClient):
     determine ("one_shot", "two_shot" and reduce_scatter(): rank order). So all ranks get the same bits, and equal inputs
     give equal bits. A NaN on any rank gives NaN, for "max" and "min" too. Tensors are contiguous, of float32,
     float16 or bfloat16, with any number of elements at any address. Work is queued on PyTorch's current stream of the
-    device. There a kernel's error is raised by check() or by a later call, which still runs.
+    device. On a GPU a kernel's error is raised by check() or by a later call, which still runs. The constructor raises as
+    that of a Communicator.
     """
 
     @set_up.refuses_wrong_arguments

@@ -33,6 +33,11 @@ class Communicator(Client):
 
     Every rank makes the same clients in the same order, and closes them before the communicator. A missing rank is
     missing for all clients: once one of them gives up waiting for it, the others' waits end too.
+
+    Raises, as its clients' constructors do:
+        ValueError, TypeError: an argument is wrong, or differs between the ranks.
+        RuntimeError: there is not enough memory, or another rank could not make its object.
+        PeerTimeoutError: a rank did not make its object within `timeout`.
     """
 
     @set_up.refuses_wrong_arguments

@@ -46,7 +46,7 @@ class ExpertParallel(CommunicatorClient):
         launch_table: the file of a tuned table, instead of the one that fits this GPU; see docs/tuning.md.
 
     Every rank makes the same calls in the same order; numbers of tokens may differ, and may be zero. Work is queued on
-    PyTorch's current stream of the device. Memory: see `nbytes`.
+    PyTorch's current stream of the device. Memory: see `nbytes`. The constructor raises as that of a Communicator.
 
     Threads: any thread may make a rank's calls. Calls are serialised: each waits, without the GIL, until the previous
     one has ended; their order must be the other ranks' order. close() is the exception: it ends the wait of a call in
@@ -202,6 +202,7 @@ class ExpertParallel(CommunicatorClient):
                 into NaNs. A rank's own sums stay exact, and so do those of batches that return as LL words (up to
                 num_max_ll_tokens tokens and 3 MiB of sums), which are latency-bound. The ranks need not agree.
             out: the tensor to write to, [num_tokens, H] contiguous, of `dtype`; must not overlap y or the handle's views.
+            num_blocks: as in dispatch().
 
         Raises: as dispatch(). After an error of its own, or PeerRefusedError, all ranks may retry the combine with the
         same handle and the same y while handle.is_open. The handle is closed if the other rank has released its own, or
