@@ -46,9 +46,9 @@ class DispatchHandle:
     reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows and recv_topk() are copies, which stay
     valid; contiguous_rows() copies only if it must.
 
-    Sizes: R ranks, T = num_max_tokens_per_rank of the dispatch, K = num_topk, E_local experts here, H hidden. A *route* is one choice of
-    one token whose expert is on this rank. *Positions* number the routes, grouped by local expert and ordered within an
-    expert by (source rank, token, choice)::
+    Sizes: R ranks, T = num_max_tokens_per_rank of the dispatch, K = num_topk, E_local experts here, H hidden. Rows are of
+    row_dtype: the dtype of the ExpertParallel, or float8. A *route* is one choice of one token whose expert is on this rank.
+    *Positions* number the routes, grouped by local expert and ordered within an expert by (source rank, token, choice)::
 
         layout="rows"          capacity = R * T * K positions, the experts' routes without gaps
         layout="expert_major"  each expert's positions start at a multiple of expert_alignment, with padding between
@@ -107,8 +107,8 @@ class DispatchHandle:
 
     @property
     def recv_x(self) -> torch.Tensor:
-        """[R * T, H] rows where they landed: token t of rank s is row s * T + t. The contents of rows whose tokens were not
-        sent here are unspecified."""
+        """[R * T, H] of row_dtype, rows where they landed: token t of rank s is row s * T + t. The contents of rows whose
+        tokens were not sent here are unspecified."""
         return self._core.recv_x(self._handle, self.row_dtype)
 
     @property
@@ -224,13 +224,14 @@ class DispatchHandle:
 
     @property
     def expert_x(self) -> torch.Tensor:
-        """[capacity, H], or [E_local, R * T, H] for layout="masked": one row per position, copied from recv_x; padding
-        of layout="expert_major" is zero. Not for layout="rows". Costs one copy of the received rows."""
+        """[capacity, H] of row_dtype, or [E_local, R * T, H] for layout="masked": one row per position, copied from recv_x;
+        padding of layout="expert_major" is zero. Not for layout="rows". Costs one copy of the received rows."""
         return self._gathered()[0]
 
     @property
     def expert_x_scales(self) -> torch.Tensor:
-        """The scales of float8 expert_x: [..., ceil(H / 128)] float32; if x_scales were bytes, [..., ceil(H / 32)] of their dtype."""
+        """The scales of float8 expert_x: [..., ceil(H / 128)] float32; if x_scales were bytes, [..., ceil(H / 32)] of their
+        dtype."""
         scales = self._gathered()[1]
         if scales is None:
             raise RuntimeError('expert_x_scales exists only for float8 rows; dispatch with x_scales= or quantize="fp8"')

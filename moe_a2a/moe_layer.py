@@ -78,7 +78,8 @@ class MoELayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> torch.Tensor:
-        """hidden_states [num_tokens, H], topk_idx [num_tokens, K], topk_weights [num_tokens, K] -> [num_tokens, H].
+        """hidden_states [num_tokens, H] of the dtype of `ep`, topk_idx [num_tokens, K] int32 or int64, topk_weights
+        [num_tokens, K] float32, or None for weights of 1 -> [num_tokens, H] of the dtype of `ep`.
 
         Raises as ExpertParallel.dispatch() and combine(). If one rank raises anything before its combine, the others raise
         PeerRefusedError, and the layer stays usable on all."""

@@ -103,8 +103,8 @@ class TokenDispatcher:
         expert_alignment: int = 1,
         num_max_routes: int | None = None,
     ) -> tuple[Tensor, Routes]:
-        """Sends each token's row to the ranks of its experts. Returns (rows, routes): a new tensor with one row per route,
-        local expert by local expert, in the order of the positions of a DispatchHandle; and the routes behind the rows.
+        """Sends each token's row to the ranks of its experts. Returns (rows, routes): a new tensor [num_rows, H] with one row
+        per route, local expert by local expert, in the order of the positions of a DispatchHandle; and the routes behind it.
 
         Args:
             x, topk_idx, topk_weights: as for ExpertParallel.dispatch(); x of the dtype of `ep`.
