@@ -1,4 +1,4 @@
-"""moe_a2a: expert parallelism for Mixture-of-Experts models. dispatch() and combine() over a symmetric heap."""
+"""moe_a2a: expert parallelism for Mixture-of-Experts models. dispatch(), combine() and collectives over a symmetric heap."""
 
 from __future__ import annotations
 

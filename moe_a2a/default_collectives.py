@@ -26,7 +26,7 @@ def default_collectives(device: torch.device) -> Collectives:
 
 
 def _collectives_for(x: Any = None) -> Collectives:
-    """The Collectives of the default device for an x that none can take: refusing it there tells the peers."""
+    """Those of the device of x. Those of the default device if no Collectives can take x: they tell the peers."""
     is_usable = isinstance(x, torch.Tensor) and x.device.type in ("cpu", "cuda")
     return default_collectives(x.device if is_usable else devices.default_device())
 

@@ -123,8 +123,8 @@ def check_one_rank_per_gpu(identities: list[str | None]) -> None:
 
 
 def keep_for_current_stream(*tensors: torch.Tensor) -> None:
-    """For tensors of our own that a later call uses, perhaps on another stream than the one they were made on: PyTorch's allocator then
-    reuses their memory only after what the current stream has queued. Callers do so for theirs."""
+    """For tensors that we made and that a later call uses, perhaps on a different stream: PyTorch's allocator then reuses
+    their memory only after what the current stream has queued. Callers do this for their own tensors."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

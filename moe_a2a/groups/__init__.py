@@ -1,4 +1,4 @@
-"""How ranks find each other when an ExpertParallel is made; dispatch and combine do not use this module."""
+"""How ranks find each other when a Communicator or one of its clients is made; calls do not use this module."""
 
 from __future__ import annotations
 
