@@ -68,8 +68,8 @@ def _on(rank: int | None) -> str:
 def check_out(rank: int, out: torch.Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
     if list(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise ValueError(
-            f"out is {list(out.shape)} of {out.dtype} on {out.device} on rank {rank}, expected {shape} of {dtype} on {device}; pass "
-            "such a tensor"
+            f"out is {list(out.shape)} of {out.dtype} on {out.device} on rank {rank}, expected {shape} of {dtype} on "
+            f"{device}; pass such a tensor"
         )
 
 

@@ -167,7 +167,9 @@ def combine_refused_if_failed(handle: DispatchHandle) -> AbstractContextManager[
     def failed(error: BaseException) -> None:
         if isinstance(error, REPORTS) or not handle.is_open:
             _release(handle)
-        else:  # at once: a peer that finds a refused attempt first keeps its handle open, and then takes another buffer than this rank
+        else:
+            # For good, at once: a peer that first found an attempt refused would keep its handle open, and its next dispatch would
+            # take another buffer than this rank's.
             _tell(handle.ep, error, lambda core, why: core.release(handle._handle, why))
 
     return Guard(failed)

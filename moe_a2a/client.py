@@ -36,8 +36,8 @@ class OnePerRank(ABC):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            f"an object of type {type(self).__name__} cannot be copied or pickled (rank {self.rank}): it owns memory that its peers "
-            "write into; make one per rank"
+            f"an object of type {type(self).__name__} cannot be copied or pickled (rank {self.rank}): it owns memory that "
+            "its peers write into; make one per rank"
         )
 
 

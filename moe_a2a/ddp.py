@@ -55,8 +55,8 @@ class GradientState:
         gradients, parameters = bucket.buffer(), [id(parameter) for parameter in bucket.parameters()]
         if gradients.dtype not in arguments.ROW_DTYPES:  # the one rank of _alone would be named
             raise TypeError(
-                f"the gradients have dtype {gradients.dtype} on rank {self.collectives.rank}; make the parameters float32, float16 or "
-                "bfloat16"
+                f"the gradients have dtype {gradients.dtype} on rank {self.collectives.rank}; make the parameters float32, "
+                "float16 or bfloat16"
             )
         owners, lost = self._lost.get(bucket.index(), ([], gradients))
         if owners != parameters:  # DDP rebuilds its buckets after the first step

@@ -188,8 +188,8 @@ def _scales_and_factor(rank: int, scales: torch.Tensor | float) -> tuple[torch.T
 
 
 def runs_kernels(ep: AnyExpertParallel, weights: ExpertWeights, row_dtype: torch.dtype, fused: bool | None) -> bool:
-    """Whether the kernels run the experts. fused=None: on a GPU, if they can. On the CPU PyTorch's products are faster (bfloat16 with
-    AVX-512: up to 10 times), and reading the offsets on the host costs nothing."""
+    """Whether the kernels run the experts. fused=None: on a GPU, if they can. On the CPU PyTorch's products are faster (bfloat16
+    with AVX-512: up to 10 times), and reading the offsets on the host costs nothing."""
     why_not = weights.kernels_refuse(ep, row_dtype)
     if fused is None:
         return why_not is None and ep.device.type != "cpu"

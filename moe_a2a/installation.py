@@ -35,8 +35,8 @@ def check() -> None:
 def mismatch(build_info: Any, torch: Any) -> str | None:
     """What prevents an extension built for `build_info` from running in `torch`, naming both; None if nothing does.
 
-    PyTorch keeps its binary interface only within a minor version. The runtimes of CUDA and HIP are compatible within a major version.
-    """
+    PyTorch keeps its binary interface only within a minor version. The runtimes of CUDA and HIP are compatible within a major
+    version."""
     if _minor(build_info.TORCH) != _minor(torch.__version__):
         return f"moe_a2a was built for PyTorch {build_info.TORCH}, this is PyTorch {torch.__version__}"
     cxx11_abi = bool(torch._C._GLIBCXX_USE_CXX11_ABI)

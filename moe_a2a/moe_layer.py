@@ -201,8 +201,8 @@ class MoELayer(nn.Module):
         if rank != self.ep.rank and num_ranks == self.ep.num_ranks:  # after a shrink() a rank has another number
             *_, error_messages = others
             error_messages.append(
-                f"{prefix}w_gate_up, {prefix}w_down: the experts of rank {rank} of {num_ranks}, and this is rank {self.ep.rank}; load "
-                "the state_dict() that this rank has saved"
+                f"{prefix}w_gate_up, {prefix}w_down: the experts of rank {rank} of {num_ranks}, and this is rank "
+                f"{self.ep.rank}; load the state_dict() that this rank has saved"
             )
             return
         if local_metadata.get("assign_to_params_buffers"):
@@ -217,8 +217,8 @@ class MoELayer(nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError(
-            f"a MoELayer cannot be copied or pickled (rank {self.ep.rank}): its ExpertParallel owns memory that the peers write into; "
-            "save its state_dict(), or load that into another layer on the same ExpertParallel"
+            f"a MoELayer cannot be copied or pickled (rank {self.ep.rank}): its ExpertParallel owns memory that the peers "
+            "write into; save its state_dict(), or load that into another layer on the same ExpertParallel"
         )
 
     def _misfit(self, name: str, weight: torch.Tensor, new: torch.Tensor) -> str:

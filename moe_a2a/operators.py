@@ -87,8 +87,8 @@ def _operator(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Cal
 
 def _communicates(name: str, schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Defines a second operator, `<name>_without_result`, for calls whose result has no elements. Inductor removes a call whose
-    result contributes nothing, although other ranks wait for it; the declared effect of this operator keeps it. Only these calls use
-    it, since an effect adds a token on the CPU, and Inductor captures no CUDA graph that has tensors there."""
+    result contributes nothing, although other ranks wait for it; the declared effect of this operator keeps it. Only these calls
+    use it, since an effect adds a token on the CPU, and Inductor captures no CUDA graph that has tensors there."""
 
     def made(function: Callable[..., Any]) -> Any:
         operator = _operator(f"{name}_without_result", schema, fake)(function)

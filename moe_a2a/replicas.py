@@ -27,8 +27,8 @@ def check_not_replicated(ep: Any, layer: nn.Module) -> None:
     names = [name for name, tensor in own if id(tensor) in replicated]
     if names and _owners_of_other_experts(ep) & _ranks_of(ddp.process_group):
         raise RuntimeError(
-            f"DistributedDataParallel takes {', '.join(names)} of a MoELayer for replicas on rank {ep.rank}, and has overwritten them "
-            "on all ranks but one; load them again, and before DistributedDataParallel(model) call "
+            f"DistributedDataParallel takes {', '.join(names)} of a MoELayer for replicas on rank {ep.rank}, and has "
+            "overwritten them on all ranks but one; load them again, and before DistributedDataParallel(model) call "
             "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names) with their names in the model"
         )
     apart.add(ddp)
@@ -46,8 +46,8 @@ def why_not_sharded(ep: Any, layer: nn.Module, name: str, weight: Any) -> str:
     is_flattened = getattr(layer, "_is_fsdp_managed_module", False) and not isinstance(weight, nn.Parameter)
     if owners and is_flattened:
         return (
-            f"FullyShardedDataParallel would make one parameter of {name} and those of other ranks, which own different experts than "
-            f"rank {ep.rank}; pass ignored_states=set(layer.parameters()), or use fully_shard()"
+            f"FullyShardedDataParallel would make one parameter of {name} and those of other ranks, which own different "
+            f"experts than rank {ep.rank}; pass ignored_states=set(layer.parameters()), or use fully_shard()"
         )
     return ""
 

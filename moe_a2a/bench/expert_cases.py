@@ -88,8 +88,8 @@ def _check_memory(cases: list[Case], intermediate: int, copies: int) -> None:
         nbytes = copies * 3 * case.num_experts * intermediate * case.hidden * case.dtype.itemsize
         if available is not None and nbytes > available:
             raise UsageError(
-                f"the experts of all ranks take {nbytes >> 20} MiB or more, and {available >> 20} MiB of memory are available; pass "
-                "smaller --experts, --intermediate or --hidden"
+                f"the experts of all ranks take {nbytes >> 20} MiB or more, and {available >> 20} MiB of memory are "
+                "available; pass smaller --experts, --intermediate or --hidden"
             )
 
 

@@ -55,8 +55,9 @@ class Line:
     def __str__(self) -> str:
         mhz, watts = (f"{value:.0f}" if value else "-" for value in (self.sm_mhz, self.watts))
         return (
-            f"{self.tokens:>6} {self.product:<13} {self.system:<18} {self.rows:>7} {self.columns:>7} {self.depth:>6} {self.us:9.1f} "
-            f"{self.tflops:8.1f} {self.tbps:6.2f} {self.share_of_limit:8.0%} {mhz:>5} {watts:>4}  {(self.kernel or '-')[:60]}"
+            f"{self.tokens:>6} {self.product:<13} {self.system:<18} {self.rows:>7} {self.columns:>7} {self.depth:>6} "
+            f"{self.us:9.1f} {self.tflops:8.1f} {self.tbps:6.2f} {self.share_of_limit:8.0%} {mhz:>5} {watts:>4}  "
+            f"{(self.kernel or '-')[:60]}"
         )
 
 
@@ -161,8 +162,8 @@ def _run_system(
         read = limits.gauge(device, clock, run, median)
         report.add(Line(
             tokens=case.num_tokens, product=step.name, system=products.system, rows=int(_most(num_routes, device)),
-            columns=columns, depth=depth, experts=w.shape[0], dtype="float8" if products.is_float8 else case.dtype_name, us=1e6 * median,
-            tflops=1e-12 * flops / median, tbps=1e-12 * num_bytes / median,
+            columns=columns, depth=depth, experts=w.shape[0], dtype="float8" if products.is_float8 else case.dtype_name,
+            us=1e6 * median, tflops=1e-12 * flops / median, tbps=1e-12 * num_bytes / median,
             share_of_limit=limit.seconds(flops, num_bytes, products.is_float8) / median,
             sm_mhz=read.sm_mhz, watts=read.watts, kernel=limits.kernel_of(device, run),
         ))  # fmt: skip

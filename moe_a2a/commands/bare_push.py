@@ -1,5 +1,5 @@
-"""The bare push of rows into other ranks' memory, `push_rows` of the extension: what the links can do. bench and leaderboard take its
-fastest variant as the floor."""
+"""The bare push of rows into other ranks' memory, `push_rows` of the extension: what the links can do. bench and leaderboard take
+its fastest variant as the floor."""
 
 from __future__ import annotations
 

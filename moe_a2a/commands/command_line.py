@@ -93,7 +93,8 @@ def escape_output() -> None:
 
 
 def run(prog: str, command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Returns the command's exit code. Signals that end it unwind the stack like Ctrl-C: temporary folders and child processes go."""
+    """Returns the command's exit code. Signals that end it unwind the stack like Ctrl-C, so no temporary folder or child process
+    stays."""
     before = {number: signal.signal(number, _ended) for number in ENDING if signal.getsignal(number) != signal.SIG_IGN}
     escape_output()
     try:

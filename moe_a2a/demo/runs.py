@@ -1,4 +1,4 @@
-"""What the demo's processes return for a model. Imports no transformers, which takes seconds: the command itself does not need it."""
+"""What the demo's processes return for a model. Imports no transformers, which takes seconds: the command needs none of it."""
 
 from __future__ import annotations
 

@@ -121,8 +121,8 @@ class Meeting:
         for rank, what in enumerate(whats):
             if what != whats[0]:
                 raise ValueError(
-                    f"ranks disagree: rank 0 is about to {whats[0]}, rank {rank} to {what} (seen by rank {self._meetings.rank}); make the "
-                    "same objects and traces, in the same order, on every rank"
+                    f"ranks disagree: rank 0 is about to {whats[0]}, rank {rank} to {what} (seen by rank "
+                    f"{self._meetings.rank}); make the same objects and traces, in the same order, on every rank"
                 )
 
     def _forget(self) -> None:

@@ -110,8 +110,9 @@ def _save_pretrained(model: Any, rank: int, *args: Any, **kwargs: Any) -> Any:
     state_dict = args[2] if len(args) > 2 else kwargs.get("state_dict")
     if state_dict is None:
         raise RuntimeError(
-            f"after shard_experts() the {type(model).__name__} of rank {rank} holds this rank's experts only; call save_pretrained() "
-            "before, or pass it the whole state_dict=; torch.save(model.state_dict(), file) saves what this rank has"
+            f"after shard_experts() the {type(model).__name__} of rank {rank} holds this rank's experts only; call "
+            "save_pretrained() before, or pass it the whole state_dict=; torch.save(model.state_dict(), file) saves what this "
+            "rank has"
         )
     return type(model).save_pretrained(model, *args, **kwargs)
 

@@ -127,7 +127,8 @@ LEAST_WITH_CODEC: dict[str, dict[str, int]] = {
 def model(device_type: str, num_ranks: int) -> list[CollectiveTable]:
     """One-shot while the bytes that two-shot saves take less time than its second trip: one-shot sends R - 1 times
     the message, two-shot 2 (R - 1) / R times; and up to a few MiB, as one-shot also reduces R times as much. Ring and recursive
-    doubling are for machines whose ranks do not all reach each other equally well; on other machines they were never the fastest."""
+    doubling are for machines whose ranks do not all reach each other equally well; on other machines they were never the
+    fastest."""
     saved = (num_ranks - 1) * (num_ranks - 2)
     if device_type == "cpu":
         most = MOST_ONE_SHOT_ON_CPU

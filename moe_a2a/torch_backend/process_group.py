@@ -271,13 +271,13 @@ class MoeA2aProcessGroup(_ProcessGroup):
         for x in tensors:
             if x.is_neg():
                 raise ValueError(
-                    f"a tensor of shape {list(x.shape)} is a negative view on rank {self._rank}: its memory, which the delegate reads, holds "
-                    "the values with the opposite sign; pass .resolve_neg()"
+                    f"a tensor of shape {list(x.shape)} is a negative view on rank {self._rank}: its memory, which the "
+                    "delegate reads, holds the values with the opposite sign; pass .resolve_neg()"
                 )
             if x.is_cpu and has_gaps(x):
                 raise ValueError(
-                    f"a tensor of shape {list(x.shape)} has strides {list(x.stride())} on rank {self._rank}; gloo, which makes this call, "
-                    "would take its elements for adjacent: pass .contiguous()"
+                    f"a tensor of shape {list(x.shape)} has strides {list(x.stride())} on rank {self._rank}; gloo, which "
+                    "makes this call, would take its elements for adjacent: pass .contiguous()"
                 )
         return self._backend_for(tensors[0].device)
 

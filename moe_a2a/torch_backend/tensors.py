@@ -92,8 +92,8 @@ def _check_list(coll: Any, name: str, parts: list[torch.Tensor], name_of_own: st
         raise ValueError(f"{name} has tensors of the shapes {shapes} on rank {coll.rank}; pass tensors of one shape")
     if parts[0].numel() != own.numel():
         raise ValueError(
-            f"{name} has tensors of shape {list(parts[0].shape)} on rank {coll.rank}, and {name_of_own} has {list(own.shape)}; pass "
-            "the same number of elements"
+            f"{name} has tensors of shape {list(parts[0].shape)} on rank {coll.rank}, and {name_of_own} has "
+            f"{list(own.shape)}; pass the same number of elements"
         )
 
 
@@ -106,8 +106,8 @@ def reduce_scatter(coll: Any, output: torch.Tensor, x: torch.Tensor, op: str) ->
             expected = [coll.num_ranks * out.shape[0], *out.shape[1:]]
             if list(x.shape) != expected:
                 raise ValueError(
-                    f"the input of reduce_scatter has shape {list(x.shape)} on rank {coll.rank}, the output {list(out.shape)}; pass an "
-                    f"input of {expected}, as much for each of {coll.num_ranks} ranks"
+                    f"the input of reduce_scatter has shape {list(x.shape)} on rank {coll.rank}, the output "
+                    f"{list(out.shape)}; pass an input of {expected}, as much for each of {coll.num_ranks} ranks"
                 )
         coll.reduce_scatter(x, op, out=out)
 

@@ -86,8 +86,8 @@ class ExpertsWork:
         others = np.delete(self.product_ns, rank)
         share = 100 * self.tile_ns[expert] / max(of_ranks[rank], 1)
         return (
-            f" Its tiles are {share:.0f} % of rank {rank}'s products, which take {self.product_ns[rank] / 1e6:.3f} ms; those of the "
-            f"others take {others.mean() / 1e6 if len(others) else 0:.3f} ms."
+            f" Its tiles are {share:.0f} % of rank {rank}'s products, which take {self.product_ns[rank] / 1e6:.3f} ms; those "
+            f"of the others take {others.mean() / 1e6 if len(others) else 0:.3f} ms."
         )
 
 

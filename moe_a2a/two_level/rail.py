@@ -231,8 +231,8 @@ class Rail:
         if views != [views[0]] * len(views):
             problem = problem or (
                 f"the ranks of a node, seen from rank {place} of it, have these places in between: "
-                f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, all in the "
-                "same order of nodes"
+                f"{', '.join(f'rank {node} of {size}' for node, size in views)}; pass groups with one rank of every node, "
+                "all in the same order of nodes"
             )
         for name, *others in zip(names, *(words[3:] for words in of_node if words[0]), strict=False):
             if others != [others[0]] * len(others):

@@ -1,5 +1,5 @@
-"""Events of the current stream. All calls run on that of their object's device, so what they return is ordered with the caller's own
-work there."""
+"""Events of the current stream. All calls run on that of their object's device, so what they return is ordered with the caller's
+own work there."""
 
 from __future__ import annotations
 

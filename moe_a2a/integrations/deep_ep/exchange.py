@@ -86,7 +86,8 @@ class Exchange:
         """name: where the number comes from."""
         if num_experts < 1 or num_experts % self.num_ranks:
             raise ValueError(
-                f"{name}={num_experts} on rank {self.rank} is not divisible by the {self.num_ranks} ranks; pass that of the whole model"
+                f"{name}={num_experts} on rank {self.rank} is not divisible by the {self.num_ranks} ranks; pass that of the "
+                "whole model"
             )
 
     def agree(self, num_tokens: int, call: Call, num_choices: int = 0) -> tuple[int, int]:
@@ -347,7 +348,8 @@ def check_row_dtype(rank: int, name: str, rows: Tensor, scales: Any) -> None:
     """Raises for rows that cannot be sent; the dispatch checks scales."""
     if scales is None and rows.dtype not in arguments.ROW_DTYPES:
         raise TypeError(
-            f"{name} has dtype {rows.dtype} on rank {rank}; pass torch.bfloat16, torch.float16 or torch.float32, or scales to float8"
+            f"{name} has dtype {rows.dtype} on rank {rank}; pass torch.bfloat16, torch.float16 or torch.float32, or scales "
+            "to float8"
         )
 
 

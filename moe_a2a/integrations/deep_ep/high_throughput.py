@@ -1,7 +1,7 @@
 """Buffer.dispatch() and Buffer.combine(): packed rows, one for each token that chose an expert of this rank.
 
-Buffer takes no bound on the tokens of a rank. So its dispatch() along no handle first exchanges how many tokens each rank has, unless
-num_worst_tokens says the most.
+Buffer takes no bound on the tokens of a rank. So its dispatch() along no handle first exchanges how many tokens each rank has,
+unless num_worst_tokens says the most.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def weights_again(routing: Routing, probs: Tensor | None, topk_weights: Tensor |
     arguments.check_tensor(rank, "topk_weights", topk_weights)
     if topk_weights.dim() != 2 or len(topk_weights) != num_tokens or topk_weights.shape[1] > num_topk:
         raise ValueError(
-            f"topk_weights has shape {list(topk_weights.shape)} on rank {rank}; pass that of the topk_idx of the handle's dispatch, "
-            f"{num_tokens} rows of at most {num_topk}"
+            f"topk_weights has shape {list(topk_weights.shape)} on rank {rank}; pass that of the topk_idx of the handle's "
+            f"dispatch, {num_tokens} rows of at most {num_topk}"
         )
     return _widened(topk_weights.float(), num_topk, 0)
 

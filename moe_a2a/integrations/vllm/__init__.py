@@ -2,8 +2,8 @@
 
     MOE_A2A_VLLM=1 vllm serve <model> --data-parallel-size 2 --enable-expert-parallel
 
-It takes the place of the default all2all backend (allgather_reducescatter) wherever experts are spread over ranks. See docs/vllm.md.
-Interface: vLLM 0.25, 0.32 and 0.33, `model_executor/layers/fused_moe`.
+It takes the place of the default all2all backend (allgather_reducescatter) wherever experts are spread over ranks. See
+docs/vllm.md. Interface: vLLM 0.25, 0.32 and 0.33, `model_executor/layers/fused_moe`.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ class Batch(NamedTuple):
 # For the experts: rows and their scales, ids [num_rows, n], weights [num_rows, n].
 Received = tuple[Tensor, Tensor | None, Tensor, Tensor]
 
-# The kernels around the experts' products take all R * T rows, including those that hold nothing, so T is as small as it can be. Below
-# this it makes no difference.
+# The kernels around the experts' products take all R * T rows, including those that hold nothing, so T is as small as it can be.
+# Below this it makes no difference.
 LEAST_TOKENS = 64
 # If some rank has at least this many tokens, and a fourth of the R * T rows or more would hold nothing, the rest are packed.
 LEAST_TOKENS_PACKED = 1024
@@ -81,8 +81,8 @@ def expert_parallel(
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
-    """One layer's dispatch and combine. Rows that the experts want quantised are quantised before they are sent, if dispatch() takes
-    such scales, else on arrival."""
+    """One layer's dispatch and combine. Rows that the experts want quantised are quantised before they are sent, if dispatch()
+    takes such scales, else on arrival."""
 
     def __init__(self, num_dispatchers: int, num_max_tokens: int, ranks_differ: bool):
         super().__init__()
@@ -196,8 +196,9 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
 
 class PrepareRows(PrepareAndFinalize):
-    """For experts that take global ids and skip those of other ranks. The host reads nothing. They get all R * T rows, where they landed
-    or, if quantised, as copies, since vLLM's experts want rows without gaps. If many of them hold nothing, they get copies of the rest."""
+    """For experts that take global ids and skip those of other ranks. The host reads nothing. They get all R * T rows, where they
+    landed or, if quantised, as copies, since vLLM's experts want rows without gaps. If many of them hold nothing, they get copies
+    of the rest."""
 
     def _to_send(self, x: Tensor, quant_config: Any) -> tuple[Tensor, Tensor | None]:
         if quant_config.quant_dtype != float8_dtype(x.device) or quant_config.block_shape is None:
