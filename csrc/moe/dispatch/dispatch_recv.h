@@ -41,9 +41,6 @@ struct DispatchRecv {
   // The first blocks write the lists while the others wait for rows; a single block does both.
   struct Roles {
     Grid lists, rows;
-
-    MOE_A2A_DEVICE bool writes_lists() const { return has_part_in(lists); }
-    MOE_A2A_DEVICE bool sees_rows() const { return has_part_in(rows); }
   };
   MOE_A2A_DEVICE static Roles roles(const Grid& grid) {
     if (grid.size() == 1) return {grid, grid};
@@ -62,13 +59,13 @@ struct DispatchRecv {
     const Plan plan = DispatchRecv::plan(config);
     int32_t* num_tokens = plan.num_tokens.in(shared) + block.warp_rank() * config.num_ranks;
     const auto headers = [&] { return receive_headers(args, block.warp(), num_tokens, epoch); };
-    if (roles.writes_lists()) {
+    if (has_part_in(roles.lists)) {
       const uint64_t start = trace_now();
       ExpertLists lists(args, roles.lists, block, shared, plan.lists, num_tokens);
       if (!lists.build(epoch, headers)) return give_up(args.context);
       record(args.context.trace(), block, {.kind = moe_kind::kLists, .begin = start});
     }
-    if (!roles.sees_rows()) return;
+    if (!has_part_in(roles.rows)) return;
     const bool good = headers() && see_announcements(args, block, num_tokens, epoch) &&
                       receive_rows<SmallBatch>(args, roles.rows, block, num_tokens, epoch) &&
                       receive_rows<MediumBatch>(args, roles.rows, block, num_tokens, epoch) &&
