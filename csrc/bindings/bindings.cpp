@@ -8,15 +8,15 @@
 #include "bindings/grouped_gemm.h"
 #include "bindings/signals.h"
 #include "bindings/topk_layout.h"
-#include "bindings/trace_bindings.h"
+#include "bindings/trace_export.h"
 #include "bindings/trace_records.h"
 
 namespace moe_a2a::bindings {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled core of moe_a2a; use the classes of the package instead.";
-  register_grouped_gemm(m);
-  register_topk_layout(m);
+  bind_grouped_gemm(m);
+  bind_topk_layout(m);
   m.def("built_targets", &built_targets, "Names of the targets in this build: \"cpu\", \"cuda\", \"hip\".");
   bind_config(m);
   translate_errors();

@@ -104,7 +104,7 @@ std::pair<at::Tensor, std::optional<at::Tensor>> grouped_gemm(
 
 }  // namespace
 
-void register_grouped_gemm(py::module_& m) {
+void bind_grouped_gemm(py::module_& m) {
   py::class_<TracedExperts>(m, "TracedExperts");
   m.def("grouped_gemm", &grouped_gemm);
 }

@@ -28,6 +28,6 @@ struct TracedExperts {
   std::shared_ptr<ExpertParallel> ep;
 };
 
-void register_grouped_gemm(py::module_& m);
+void bind_grouped_gemm(py::module_& m);
 
 }  // namespace moe_a2a::bindings

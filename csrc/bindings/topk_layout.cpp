@@ -37,7 +37,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk_layout(const at::Tensor& top
 
 }  // namespace
 
-void register_topk_layout(py::module_& m) {
+void bind_topk_layout(py::module_& m) {
   m.def("topk_layout", &topk_layout, py::arg("topk_idx"), py::arg("num_experts"), py::arg("num_ranks"), py::arg("rank"),
         py::arg("target"));
 }

@@ -5,6 +5,6 @@
 
 namespace moe_a2a::bindings {
 
-void register_topk_layout(py::module_& m);
+void bind_topk_layout(py::module_& m);
 
 }  // namespace moe_a2a::bindings

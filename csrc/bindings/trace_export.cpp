@@ -1,4 +1,4 @@
-#include "bindings/trace_bindings.h"
+#include "bindings/trace_export.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
