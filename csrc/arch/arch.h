@@ -26,3 +26,10 @@
 #else
 #include "arch/cpu.h"
 #endif
+
+namespace moe_a2a::inline MOE_A2A_TARGET {
+
+// Warps of a block, in every kernel but the pipelined GEMM.
+inline constexpr int kBlockWarps = kBlockThreads / kWarpSize;
+
+}  // namespace moe_a2a::inline MOE_A2A_TARGET

@@ -43,7 +43,7 @@ struct PushRows {
     const int most = args.context.max_shared_bytes;
     Plan plan;
     if (args.by == PushBy::kWarpSender && wanted <= most) plan.stage_bytes = static_cast<int>(wanted);
-    plan.num_senders = warps_with_stage(plan.stage_bytes, most, kBlockThreads / kWarpSize);
+    plan.num_senders = warps_with_stage(plan.stage_bytes, most, kBlockWarps);
     SharedCarver carver;
     plan.stages = carver.take_lines(plan.stage_bytes * plan.num_senders);
     plan.bytes = carver.bytes();

@@ -63,7 +63,7 @@ class LlWire {
     Plan plan;
     const bool sends_as_is = what == StagedFor::kSending || what == StagedFor::kStoring;
     plan.stage_bytes = sends_as_is ? 0 : static_cast<int>(longest.stride());
-    plan.num_senders = warps_with_stage(plan.stage_bytes, max_shared_bytes, kBlockThreads / kWarpSize);
+    plan.num_senders = warps_with_stage(plan.stage_bytes, max_shared_bytes, kBlockWarps);
     SharedCarver carver;
     plan.stages = carver.take_lines(plan.stage_bytes * plan.num_senders);
     plan.bytes = carver.bytes();

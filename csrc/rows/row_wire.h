@@ -60,7 +60,7 @@ class RowWire {
     }
   };
   MOE_A2A_HOST_DEVICE static Plan plan(const RowLayout& layout, StagedFor what, int max_shared_bytes,
-                                       int num_warps = kBlockThreads / kWarpSize) {
+                                       int num_warps = kBlockWarps) {
     const int64_t wanted =
         what == StagedFor::kStreaming ? kReaderBytes + kPieceSenderBytes : warp_staging_bytes(layout.num_bytes(), what);
     Plan plan = RowWire::plan(wanted, max_shared_bytes, num_warps);
@@ -69,8 +69,7 @@ class RowWire {
     return plan;
   }
   // If the stage does not fit, rows are sent without one.
-  MOE_A2A_HOST_DEVICE static Plan plan(int64_t wanted, int max_shared_bytes,
-                                       int num_warps = kBlockThreads / kWarpSize) {
+  MOE_A2A_HOST_DEVICE static Plan plan(int64_t wanted, int max_shared_bytes, int num_warps = kBlockWarps) {
     SharedCarver carver;
     Plan plan;
     plan.queue = carver.take_lines(Queue::shared_bytes());

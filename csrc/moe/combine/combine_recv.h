@@ -74,8 +74,7 @@ class CodedPartialSums {
 
 // This warp's parts of rows. The last warps get the first parts: the first warps may still be sending.
 MOE_A2A_DEVICE RoundRobin<> parts_of_warp(const Grid& grid, const Block& block) {
-  constexpr int kWarps = kBlockThreads / kWarpSize;
-  return make_round_robin(grid, kWarps - 1 - block.warp_rank(), kWarps);
+  return make_round_robin(grid, kBlockWarps - 1 - block.warp_rank(), kBlockWarps);
 }
 
 // Calls receive(token, number) for the rest of `parts`, `length` values each, until one returns false: the next walk
@@ -88,8 +87,8 @@ MOE_A2A_DEVICE void walk_parts(const CombineRecvArgs& args, RoundRobin<>& parts,
 
 // For whole rows: if there are few, several warps share each, so that the last ones finish earlier.
 MOE_A2A_DEVICE int part_length(const CombineRecvArgs& args, const Grid& grid) {
-  constexpr int kPartsOfRow = kBlockThreads > 1 ? 4 : 1, kWarps = kBlockThreads / kWarpSize;
-  const int parts = args.num_tokens >= 2 * grid.size() * kWarps ? 1 : kPartsOfRow;
+  constexpr int kPartsOfRow = kBlockThreads > 1 ? 4 : 1;
+  const int parts = args.num_tokens >= 2 * grid.size() * kBlockWarps ? 1 : kPartsOfRow;
   const int length = (args.context.config.hidden + parts - 1) / parts;
   return (length + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
 }
@@ -137,7 +136,6 @@ MOE_A2A_RARE void receive_coded(const CombineRecvArgs& args, OwnSums own, RoundR
 struct CombineRecv {
   using Args = CombineRecvArgs;
   static constexpr const char* kName = "combine_recv";
-  static constexpr int kWarps = kBlockThreads / kWarpSize;
 
   struct Plan {
     SharedPart<std::byte> readers;  // [warps, kReaderBytes]  if sums are streamed
@@ -146,11 +144,11 @@ struct CombineRecv {
   MOE_A2A_HOST_DEVICE static bool streams(const Args& args) {
     const Context& c = args.context;
     return can_stream(c.config.num_ranks, args.vector_rows, c.config.row_bytes(c.config.dtype)) &&
-           kReaderBytes * kWarps <= c.max_shared_bytes;
+           kReaderBytes * kBlockWarps <= c.max_shared_bytes;
   }
   MOE_A2A_HOST_DEVICE static Plan plan(const Args& args) {
     SharedCarver carver;
-    const SharedPart<std::byte> readers = carver.take_lines(streams(args) ? kReaderBytes * kWarps : 0);
+    const SharedPart<std::byte> readers = carver.take_lines(streams(args) ? kReaderBytes * kBlockWarps : 0);
     return {readers, carver.bytes()};
   }
   static size_t shared_bytes(const Args& args) { return plan(args).bytes; }

@@ -69,8 +69,7 @@ class StoredSchedule {
 };
 
 struct CombineSendStored {
-  MOE_A2A_HOST_DEVICE static RowWire::Plan plan(const CombineSendArgs& args,
-                                                int num_warps = kBlockThreads / kWarpSize) {
+  MOE_A2A_HOST_DEVICE static RowWire::Plan plan(const CombineSendArgs& args, int num_warps = kBlockWarps) {
     return RowWire::plan(CombineSend::layout(args), CombineSend::staged_for(args), args.context.max_shared_bytes,
                          num_warps);
   }

@@ -21,7 +21,7 @@ struct Dispatch {
   MOE_A2A_HOST_DEVICE static int rows_begin(const Args& args) {
     if (!DispatchSend::sends_ll_rows(args.send)) return 0;
     const MoeConfig& config = args.send.context.config;
-    const int num_tokens = kBlockThreads / kWarpSize * config.num_ranks;
+    const int num_tokens = kBlockWarps * config.num_ranks;
     return SharedCarver::round_up(num_tokens * static_cast<int>(sizeof(int32_t)), SharedCarver::kLine);
   }
 

@@ -31,7 +31,7 @@ struct DispatchRecv {
   MOE_A2A_HOST_DEVICE static Plan plan(const MoeConfig& config) {
     SharedCarver carver;
     Plan plan;
-    plan.num_tokens = carver.take<int32_t>(kBlockThreads / kWarpSize * config.num_ranks);
+    plan.num_tokens = carver.take<int32_t>(kBlockWarps * config.num_ranks);
     plan.lists = ExpertLists::plan(config, carver.bytes());
     plan.bytes = plan.lists.bytes;
     return plan;

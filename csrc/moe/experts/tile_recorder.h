@@ -41,7 +41,7 @@ class TileRecorder {
 
  private:
   // The segment of the block's first warp, as Tracer numbers them.
-  MOE_A2A_DEVICE static int segment() { return block_in_grid() * (kBlockThreads / kWarpSize); }
+  MOE_A2A_DEVICE static int segment() { return block_in_grid() * kBlockWarps; }
 
   MOE_A2A_DEVICE void put(const TraceBuffer& trace, const TraceEvent& event, uint64_t end) {
     const uint32_t place = place_++;
