@@ -81,3 +81,8 @@ def one_by_one(
 ) -> JointWork:
     """A coalesced call, which delegates have in C++ alone, as a delegate's calls of single tensors."""
     return JointWork(outputs, [call(output, x, opts) for output, x in zip(outputs, inputs, strict=True)])
+
+
+def reduce_scatter_by(delegate: Any, output: torch.Tensor, x: torch.Tensor, opts: Any) -> Any:
+    """Gloo reads the first size of the tensors, which scalars lack."""
+    return delegate._reduce_scatter_base(torch.atleast_1d(output), torch.atleast_1d(x), opts)

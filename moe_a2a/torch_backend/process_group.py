@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from moe_a2a.groups import MeetingGroup
 from moe_a2a.groups.boards import StoreBoard, since_restart
 from moe_a2a.groups.rendezvous import Meetings
 from moe_a2a.torch_backend.call_options import op_of, reduce_options, with_timeout
-from moe_a2a.torch_backend.delegates import LargeCalls, add_delegates, make_delegate, one_by_one
+from moe_a2a.torch_backend.delegates import LargeCalls, add_delegates, make_delegate, one_by_one, reduce_scatter_by
 from moe_a2a.torch_backend.methods import tracked
 from moe_a2a.torch_backend.options import LARGEST, Options, Place
 from moe_a2a.torch_backend.p2p import Batches
@@ -174,7 +175,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = op_of(opts)
         if not self._keeps(op, [x], [output]):
-            return self._delegate(x, output)._reduce_scatter_base(output, x, opts)
+            return reduce_scatter_by(self._delegate(x, output), output, x, opts)
         return self._run(opts, [x, output], lambda coll: reduce_scatter(coll, output, flattened(coll, x), op), [output])
 
     @tracked
@@ -184,7 +185,8 @@ class MoeA2aProcessGroup(_ProcessGroup):
         opts = _c10d.ReduceScatterOptions() if opts is None else opts
         op = op_of(opts)
         if not takes(op, inputs):
-            return one_by_one(self._delegate(*inputs, *outputs)._reduce_scatter_base, outputs, inputs, opts)
+            call_one = partial(reduce_scatter_by, self._delegate(*inputs, *outputs))
+            return one_by_one(call_one, outputs, inputs, opts)
 
         def call(coll: Collectives) -> None:
             for output, x in zip(outputs, inputs, strict=True):

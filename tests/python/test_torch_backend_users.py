@@ -56,6 +56,25 @@ def test_coalesced_calls_of_other_dtypes(num_ranks):
     run_on_backend(num_ranks, delegated_coalesced_program)
 
 
+def scalars_program(report) -> None:
+    """Gloo reads the first size of the output, which a scalar lacks: the process ended by a segmentation fault."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, *OTHER_DTYPES):
+        x = torch.arange(num_ranks, device=DEVICE).to(dtype)
+        outs = x.new_empty(4).unbind()
+        dist.reduce_scatter_tensor(outs[0], x)
+        dist.reduce_scatter(outs[1], list(x.unbind()))
+        with dist._coalescing_manager():
+            for out in outs[2:]:
+                dist.reduce_scatter_tensor(out, x)
+        assert [out.item() for out in outs] == [num_ranks * rank] * 4, dtype
+    dist.destroy_process_group()
+
+
+def test_scalars_as_shares():
+    run_on_backend(2, scalars_program)
+
+
 def join_program(gloo) -> None:
     """C++ waits for a work that Python has dropped: "Work::getFuture not implemented", and the other rank waited."""
     sums = []
