@@ -53,11 +53,6 @@ class GradientState:
         if self._alone is None or self._alone.is_closed:
             raise RuntimeError("this GradientState is closed; make a new one")
         gradients, parameters = bucket.buffer(), [id(parameter) for parameter in bucket.parameters()]
-        if gradients.dtype not in arguments.ROW_DTYPES:  # the one rank of _alone would be named
-            raise TypeError(
-                f"the gradients have dtype {gradients.dtype} on rank {self.collectives.rank}; make the parameters float32, "
-                "float16 or bfloat16"
-            )
         owners, lost = self._lost.get(bucket.index(), ([], gradients))
         if owners != parameters:  # DDP rebuilds its buckets after the first step
             lost = torch.zeros_like(gradients)
@@ -72,11 +67,21 @@ class GradientState:
 def average_gradients(state: GradientState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: averages a bucket's gradients over the ranks."""
     gradients = bucket.buffer()
-    if state.error_feedback:
-        with calls.refused_if_failed(state.collectives):
+    with calls.refused_if_failed(state.collectives):
+        _check_gradients(state.collectives.rank, gradients)
+        if state.error_feedback:
             state.add_what_was_lost(bucket)
     state.collectives.all_reduce(gradients, "avg", codec=state.codec, out=gradients)
     done: torch.futures.Future[torch.Tensor]
     done = torch.futures.Future() if gradients.is_cpu else torch.futures.Future(devices=[gradients.device])
     done.set_result(gradients)
     return done
+
+
+def _check_gradients(rank: int, gradients: torch.Tensor) -> None:
+    if gradients.layout != torch.strided:
+        raise TypeError(f"the gradients are sparse on rank {rank}; make the embedding with sparse=False")
+    if gradients.dtype not in arguments.ROW_DTYPES:
+        raise TypeError(
+            f"the gradients have dtype {gradients.dtype} on rank {rank}; make the parameters float32, float16 or bfloat16"
+        )

@@ -127,19 +127,28 @@ def failed_feedback_program(group) -> None:
         state.close()
 
 
-def float64_program(group) -> None:
-    """The error named rank 0 on every rank."""
+def untaken_program(group, codec: str | None) -> None:
+    """The error named rank 0 on every rank; without a codec, a tensor `x` and what to pass instead."""
     with moe_a2a.Collectives(group, timeout=20) as coll:
-        state = moe_a2a.ddp.GradientState(coll, "q8")
-        model = DistributedDataParallel(torch.nn.Linear(3, 2, dtype=torch.float64))
-        model.register_comm_hook(state, moe_a2a.ddp.average_gradients)
-        with pytest.raises(TypeError, match=f"gradients have dtype torch.float64 on rank {coll.rank}; make the param"):
-            model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        state = moe_a2a.ddp.GradientState(coll, codec)
+        for module, x, text in (
+            (
+                torch.nn.Linear(3, 2, dtype=torch.float64),
+                torch.ones(1, 3, dtype=torch.float64),
+                "have dtype torch.float64",
+            ),
+            (torch.nn.Embedding(3, 2, sparse=True), torch.tensor([1]), "are sparse"),
+        ):
+            model = DistributedDataParallel(module)
+            model.register_comm_hook(state, moe_a2a.ddp.average_gradients)
+            with pytest.raises(TypeError, match=f"the gradients {text} on rank {coll.rank}; make the "):
+                model(x).sum().backward()
         state.close()
 
 
-def test_gradients_of_another_dtype():
-    run_processes(2, float64_program)
+@pytest.mark.parametrize("codec", [None, "q8"])
+def test_gradients_that_collectives_do_not_take(codec):
+    run_processes(2, untaken_program, codec)
 
 
 def test_a_state_is_checked_when_it_is_made():
