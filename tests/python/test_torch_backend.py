@@ -37,6 +37,7 @@ from moe_a2a.torch_backend import MoeA2aProcessGroup, Options
 pytestmark = on_device.TESTS
 
 NUM_STEPS = 20  # of training
+BARRIER = "1 float16, min"  # as docs/torch_distributed.md has it
 
 
 def same_as_gloo_program(gloo, seed: int) -> None:
@@ -311,3 +312,18 @@ def bad_calls_program(gloo) -> None:
 
 def test_options_and_bad_calls():
     run_processes(2, bad_calls_program)
+
+
+def barrier_beside_program(gloo) -> None:
+    """A barrier was an all-reduce of one float32: the other rank got its own value as the sum of all."""
+    ours, x = new_group(), full(3, 1)
+    dist.all_reduce(x, group=ours)
+    with pytest.raises(moe_a2a.CallMismatchError, match=rf"rank 0( calls)? all_reduce of {BARRIER}"):
+        dist.barrier(group=ours) if ours.rank() == 0 else dist.all_reduce(full(1, 1), group=ours)
+        settle()
+        dist.all_reduce(x, group=ours)  # the call still runs
+    dist.destroy_process_group(ours)
+
+
+def test_a_barrier_beside_an_all_reduce_of_one_value():
+    run_processes(2, barrier_beside_program)
