@@ -32,6 +32,7 @@ from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.groups import HandleExchange
 from moe_a2a.handle import DispatchHandle
 from moe_a2a.row_routes import by_choice, choice_numbers, make_unweighted
+from moe_a2a.untraced import untraced
 
 COLLECTIVES_NBYTES = 1 << 20  # larger tables of gradients go in slices
 
@@ -93,6 +94,7 @@ class TokenDispatcher:
         self._anchor = torch.empty(0, dtype=torch.float32, device=ep.device, requires_grad=True)
         self._newest: weakref.ref[DispatchHandle] | None = None
 
+    @untraced
     @calls.makes_a_dispatch
     def dispatch(
         self,
@@ -124,6 +126,7 @@ class TokenDispatcher:
         self._newest = weakref.ref(exchange.handle)
         return rows, Routes(weights, exchange.expert_offsets, exchange.split_sizes, topk_idx, exchange)
 
+    @untraced
     @calls.refuses_wrong_arguments(lambda dispatcher: dispatcher._newest_refused_if_failed())
     def combine(self, y: Tensor, routes: Routes, *, weighted: bool = True, wire: str | None = None) -> Tensor:
         """Returns [num_tokens, H]: for each of this rank's tokens the weighted sum of its routes' rows of y.

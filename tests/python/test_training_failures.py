@@ -226,6 +226,34 @@ def test_every_rank_learns_of_a_failure_in_a_compiled_layer(session_seed):
     ranks.run_processes(2, run_compiled, session_seed, timeout=120)
 
 
+def run_compiled_dispatcher(group, seed):
+    with make_ep(group, timeout=60) as ep:
+        dispatcher = moe_a2a.TokenDispatcher(ep)
+        tokens = leaves_of(ep, make_batch(ep, ep.rank, seed, "full"))
+
+        @torch.compile(backend="eager")
+        def exchange(num_max_routes=None, swaps=False, **unknown):
+            rows, routes = dispatcher.dispatch(*tokens, num_max_routes=num_max_routes, **unknown)
+            return dispatcher.combine(routes, rows) if swaps else dispatcher.combine(rows, routes)
+
+        exchange()
+        for wrong, match in (
+            ({"num_max_routes": 1.5}, "num_max_routes"),
+            ({"axis": 1}, "unexpected keyword argument 'axis'"),
+            ({"swaps": True}, "routes is a Tensor"),
+        ):
+            with fails_for(ep, TypeError, match):
+                exchange(**wrong if ep.rank == REFUSER else {})
+            ep._group.all_gather(None)
+        exchange().sum().backward()
+
+
+@on_device.cpu_only
+def test_every_rank_learns_of_a_failure_in_a_compiled_exchange(session_seed):
+    """Dynamo traced the Python code of the calls and left out what tells the peers, which waited until their deadline."""
+    ranks.run_processes(2, run_compiled_dispatcher, session_seed, timeout=120)
+
+
 def run_misuse(group, seed):
     with make_ep(group) as ep:
         layer, _ = make_layer(ep, seed)
