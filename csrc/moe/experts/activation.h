@@ -7,6 +7,10 @@
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
 MOE_A2A_DEVICE float silu(float x) { return x * sigmoid(x); }
+struct ScaledSilu {
+  float alpha;
+  MOE_A2A_DEVICE float operator()(float x) const { return x * sigmoid(alpha * x); }
+};
 MOE_A2A_DEVICE float gelu(float x) { return 0.5f * x * (1.0f + error_function(x * 0.70710678f)); }
 // 0.5 * (1 + tanh(y)) is sigmoid(2 * y).
 MOE_A2A_DEVICE float gelu_tanh(float x) { return x * sigmoid(x * (1.5957691f + 0.071354814f * x * x)); }
@@ -16,12 +20,11 @@ MOE_A2A_DEVICE float relu2(float x) { return x > 0 ? x * x : x == x ? 0.0f : x; 
 template <class Use>
 MOE_A2A_DEVICE void with_function(const Activation& activation, Use use) {
   using Function = Activation::Function;
-  const float alpha = activation.alpha;
   switch (activation.function) {
     case Function::kNone:
       return use([](float x) { return x; });
     case Function::kSilu:
-      return use([alpha](float x) { return x * sigmoid(alpha * x); });
+      return use(ScaledSilu{activation.alpha});
     case Function::kGelu:
       return use([](float x) { return gelu(x); });
     case Function::kGeluTanh:

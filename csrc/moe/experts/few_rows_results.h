@@ -97,8 +97,7 @@ struct FewRowsResults {
   // SwiGLU as float8: all multiplying warps have columns of the row that share its scale.
   MOE_A2A_DEVICE static void store_quantized(const GroupedGemmArgs& args, const Memory& memory,
                                              const ResultPlace& place) {
-    const float alpha = args.activation.alpha;
-    const auto f = [alpha](float x) { return x * sigmoid(alpha * x); };
+    const ScaledSilu f{args.activation.alpha};
     float v[kSets][8], largest[kSets];
     MOE_A2A_UNROLL
     for (int i = 0; i < kSets; ++i) {

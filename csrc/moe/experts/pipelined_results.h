@@ -148,8 +148,7 @@ struct PipelinedResults {
 
   // SwiGLU as float8: a row's results of a tile share one scale.
   MOE_A2A_DEVICE static void store_quantized(const GroupedGemmArgs& args, Matrix& matrix, const ResultPlace& place) {
-    const float alpha = args.activation.alpha;
-    const auto f = [alpha](float x) { return x * sigmoid(alpha * x); };
+    const ScaledSilu f{args.activation.alpha};
     float largest[2] = {1e-12f, 1e-12f}, inverse[2];  // of a thread's upper and lower row; as in rows/quantize.h
     MOE_A2A_UNROLL
     for (int i = 0; i < 64; ++i) {
