@@ -44,7 +44,8 @@ typename Kernel::Args pipelined_args(const GroupedGemmArgs& args) {
 template <class T, bool kGated, bool kGathers>
 void launch_pipelined_gemm_of(const LaunchSite& site, const GroupedGemmArgs& args) {
   using Kernel = PipelinedGemm<T, kGated, kGathers>;
-  launch_pipeline<Kernel>(site, pipelined_args<Kernel, kGated ? 2 : 1, kGathers>(args), args.follows_product);
+  const bool begins_early = !kGathers && args.follows_product;  // gathered rows do not wait_for_last_launch()
+  launch_pipeline<Kernel>(site, pipelined_args<Kernel, kGated ? 2 : 1, kGathers>(args), begins_early);
 }
 
 // False if this device or grid cannot run it.
