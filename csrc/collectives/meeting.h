@@ -202,7 +202,7 @@ MOE_A2A_DEVICE void run_call(const Args& args, Operation operation, Seen seen, c
 template <class Args, class Send, class Receive>
 MOE_A2A_DEVICE void take_part(const Args& args, Operation operation, const Grid& grid, const Block& block,
                               const Send& send, const Receive& receive) {
-  run_call(args, operation, Seen::kSignals, grid, block, [&](const Part& part) {
+  run_call(args, operation, Seen::kSignals, grid, block, [&](const Part& part) MOE_A2A_INLINED {
     if (grid.rank() == grid.size() - 1) {
       signal_call(part, block);
       announce(part, block);

@@ -37,14 +37,6 @@ class ShareChunks {
   // The number of chunks of the largest share.
   MOE_A2A_DEVICE int most_chunks() const { return args_.extent.most_chunks; }
 
-  // The other ranks that have a chunk i.
-  MOE_A2A_DEVICE RankSet owners_of(int i) const {
-    return for_other_owners(i, [](int) {});
-  }
-  // The other ranks, if this one has a chunk i.
-  MOE_A2A_DEVICE RankSet others_with_own(int i) const { return has_own(i) ? part_.others() : RankSet{}; }
-
- protected:
   // Calls visit(i) for this block's chunks; false as soon as a visit returns false.
   template <class Visit>
   MOE_A2A_DEVICE bool for_chunks(int num_chunks, const Visit& visit) const {
@@ -54,6 +46,14 @@ class ShareChunks {
     return true;
   }
 
+  // The other ranks that have a chunk i.
+  MOE_A2A_DEVICE RankSet owners_of(int i) const {
+    return for_other_owners(i, [](int) {});
+  }
+  // The other ranks, if this one has a chunk i.
+  MOE_A2A_DEVICE RankSet others_with_own(int i) const { return has_own(i) ? part_.others() : RankSet{}; }
+
+ protected:
   // Calls visit(r) for all other ranks. Each chunk begins with another rank, so that all links are equally busy at any
   // time.
   template <class Visit>

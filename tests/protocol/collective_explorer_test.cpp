@@ -39,7 +39,12 @@ std::vector<CollectiveCase> all_cases() {
       direct_or_two_shot{.kind = Kind::kDirectAllReduce, .odd_rank = 0, .odd_kind = kTwoShot},
       refused_direct{.kind = Kind::kDirectAllReduce, .refusing_rank = 1},
       late_direct{.kind = Kind::kDirectAllReduce, .num_elements = 1, .late_rank = 1},
-      late_words{.kind = Kind::kOneShotWords, .num_elements = 1, .late_rank = 1};
+      late_words{.kind = Kind::kOneShotWords, .num_elements = 1, .late_rank = 1}, coded{.kind = Kind::kCodedTwoShot},
+      coded_in_place{.kind = Kind::kCodedTwoShot, .in_place = true},
+      coded_one{.kind = Kind::kCodedTwoShot, .num_elements = 1},
+      coded_slices{.kind = Kind::kCodedTwoShot, .num_elements = 12},
+      odd_coded{.kind = Kind::kCodedTwoShot, .odd_rank = 1},
+      coded_or_two_shot{.kind = Kind::kCodedTwoShot, .odd_rank = 0, .odd_kind = kTwoShot};
   return {
       {.name = "two-shot", .calls = {two_shot, two_shot, two_shot}},
       {.name = "two-shot, two blocks", .calls = {two_shot, two_shot}, .num_blocks = 2},
@@ -97,6 +102,14 @@ std::vector<CollectiveCase> all_cases() {
       {.name = "words: a refused call", .calls = {words, refused_words, words, two_shot}},
       {.name = "words: two refused calls", .calls = {words, refused_words, refused_words, words}},
       {.name = "words: a rank comes too late", .calls = {words, late_words, late_words}},
+      {.name = "coded two-shot", .calls = {coded, coded_in_place, coded}},
+      {.name = "coded two-shot, two blocks", .calls = {coded, coded}, .num_blocks = 2},
+      {.name = "coded two-shot of three ranks, shares without elements",
+       .calls = {coded_one, coded_one},
+       .num_ranks = 3},
+      {.name = "coded two-shot, slices", .calls = {coded_slices, coded_one}},
+      {.name = "coded two-shot and others by turns", .calls = {coded_one, two_shot, coded_one, words, coded_one}},
+      {.name = "coded two-shot: ranks disagree", .calls = {odd_coded, coded_one, coded_or_two_shot, coded_one}},
       {.name = "direct", .calls = {direct, direct, direct}},
       {.name = "direct, two blocks", .calls = {direct, direct_in_place}, .num_blocks = 2},
       {.name = "direct in place", .calls = {direct_in_place, direct_in_place, direct_in_place}},
@@ -164,9 +177,11 @@ std::vector<Mutant> all_collective_mutants() {
     for (const auto& kind : kinds) {
       if (signal.field == Field::kCallSignal && kind.kind == MutationKind::kRaisedEarly) continue;  // see below
       mutants.push_back({std::string(signal.name) + ": " + kind.name, {.kind = kind.kind, .field = signal.field}});
-      const char* launch = signal.field == Field::kChunkSignal ? kGatherLaunch : kDirectLaunch;
-      mutants.push_back({std::string(signal.name) + " of " + launch + ": " + kind.name,
-                         {.kind = kind.kind, .field = signal.field, .launch = launch}});
+      for (const char* launch : {signal.field == Field::kChunkSignal ? kGatherLaunch : kDirectLaunch, kCodedLaunch}) {
+        if (signal.field == Field::kCallSignal && launch == kCodedLaunch) continue;
+        mutants.push_back({std::string(signal.name) + " of " + launch + ": " + kind.name,
+                           {.kind = kind.kind, .field = signal.field, .launch = launch}});
+      }
     }
   }
   for (const auto& [field, name] : {std::pair{Field::kAnnouncement, "announcement"}, {Field::kWords, "words"}}) {

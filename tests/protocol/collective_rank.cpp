@@ -1,6 +1,7 @@
 // Compiled with -fsanitize=thread, see compiler_hooks.cpp: the kernels are instantiated here and nowhere else.
 #include "collective_rank.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "collectives/one_shot_words.h"
@@ -14,7 +15,10 @@ namespace {
 using Kind = ModelCall::Kind;
 
 constexpr int64_t kShareBytes = CollectiveRank::kSlice * sizeof(float);
-constexpr CollectiveBytes kBytes{.share = kShareBytes,
+// A line per chunk, and one per chunk of the results.
+constexpr int64_t kLineBytes = 2 * CollectiveRank::kSlice / CollectiveRank::kChunk *
+                               LineLayout{CollectiveRank::kCodec, CollectiveRank::kChunk}.stride();
+constexpr CollectiveBytes kBytes{.share = kLineBytes,
                                  .words = CollectiveRank::kWordsBytes,
                                  .tensors = 2 * CollectiveRank::kMaxElements * sizeof(float)};
 
@@ -199,6 +203,8 @@ void CollectiveRank::run(int call, int number, int block) {
       return RecursiveDoubling::run(vector_args<RecursiveDoublingArgs>(call, number), grid, Block{}, nullptr);
     case Kind::kTwoShot:
       return TwoShot::run(share_args<TwoShotArgs>(call, number), grid, Block{}, nullptr);
+    case Kind::kCodedTwoShot:
+      return CodedTwoShot<kCodec>::run(share_args<CodedTwoShotArgs<kCodec>>(call, number), grid, Block{}, nullptr);
     case Kind::kRing:
       return Ring::run(share_args<RingArgs>(call, number), grid, Block{}, nullptr);
     case Kind::kReduceScatter:
@@ -216,8 +222,8 @@ void CollectiveRank::run(int call, int number, int block) {
 
 Launch CollectiveRank::slice(int call, int number) {
   constexpr const char* kNames[] = {
-      "one_shot", "two_shot",   "reduce_scatter", kGatherLaunch,           "ring",
-      "doubling", kWordsLaunch, kDirectLaunch,    "direct_reduce_scatter", "direct_all_gather"};
+      "one_shot",   "two_shot",    "reduce_scatter",        kGatherLaunch,      "ring", "doubling", kWordsLaunch,
+      kCodedLaunch, kDirectLaunch, "direct_reduce_scatter", "direct_all_gather"};
   return launch(kNames[static_cast<int>(kind(call))], call, shape_.num_blocks, [this, call, number](int block) {
     if (block == 0) {
       raise_early(Field::kChunkSignal);
@@ -284,7 +290,9 @@ void CollectiveRank::compare(int call) const {
       const bool counts = !gathers(call) || (i >= cut.offset[r] && i < cut.offset[r + 1]);
       if (counts) expected += value(r, call, static_cast<int>(i));
     }
-    if (result[i - first] != expected) {
+    // Of each contribution, and of the result, a step at most: a 128th of the largest value, rounded up.
+    const float bound = is_coded(call) ? expected / 60 : 0;
+    if (std::abs(result[i - first] - expected) > bound) {
       fail("element " + std::to_string(i) + " is " + std::to_string(result[i - first]) + ", not " +
            std::to_string(expected));
     }

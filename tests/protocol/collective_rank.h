@@ -22,6 +22,7 @@ struct ModelCall {
     kRing,
     kRecursiveDoubling,
     kOneShotWords,
+    kCodedTwoShot,
     kDirectAllReduce,
     kDirectReduceScatter,
     kDirectAllGather
@@ -44,13 +45,15 @@ struct CollectiveCase {
 };
 
 inline constexpr const char *kRefuseCollective = "refuse_collective", *kWordsLaunch = "one_shot_words",
-                            *kDirectLaunch = "direct_all_reduce", *kGatherLaunch = "all_gather";
+                            *kCodedLaunch = "coded_two_shot", *kDirectLaunch = "direct_all_reduce",
+                            *kGatherLaunch = "all_gather";
 
 class CollectiveRank : public ExploredRank {
  public:
   // Most elements of a tensor; of each share in one slice; behind one signal.
   static constexpr int kMaxElements = 32, kSlice = 4, kChunk = 2;
   static constexpr int64_t kWordsBytes = 16 * sizeof(float);  // of a vector in LL words
+  static constexpr LineCodec kCodec = LineCodec::kQ8;
 
   static RegionSize size_of(int num_ranks);
 
@@ -86,6 +89,7 @@ class CollectiveRank : public ExploredRank {
   bool scatters(int call) const;
   bool gathers(int call) const;
   bool is_direct(int call) const;
+  bool is_coded(int call) const { return kind(call) == ModelCall::Kind::kCodedTwoShot; }
   void run(int call, int number, int block);
   CollectiveContext broken_context() const;
   void compare(int call) const;

@@ -73,6 +73,8 @@ def usage(**sizes):
 
 def test_an_object_on_the_stack():
     assert stacks(usage(DispatchSend=40, Dispatch=120, CombineRecv=240)) == {"DispatchSend": 40, "Dispatch": 120}
+    instances = usage(CodedTwoShot=80) + usage(CodedTwoShot=368) + usage(CodedTwoShot=80)
+    assert stacks(instances.replace("CodedTwoShotE", "CodedTwoShotILNS_9LineCodecE4EEE")) == {"CodedTwoShot": 368}
     assert stack_problems({"DispatchSend": 64, "Dispatch": 128}) == []
     assert stack_problems({"DispatchSend": 360}) == [
         "DispatchSend: 360 bytes of stack > 64; which object does a call take by reference?"
