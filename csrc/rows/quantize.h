@@ -21,8 +21,10 @@ class PieceQuantizer {
         q_(q),
         scales_(scales) {}
 
-  MOE_A2A_DEVICE void run(bool vector_rows) {
-    if (vector_rows) whole_steps<kQuantizeUnroll>();
+  // Calls formed(n) each time that the group has stored more of `q`: its first n values.
+  template <class Formed>
+  MOE_A2A_DEVICE void run(bool vector_rows, const Formed& formed) {
+    if (vector_rows) whole_steps<kQuantizeUnroll>(formed);
     // All threads run the same number of steps: those past the end contribute zeros to largest_magnitude().
     const int padded = (size_ + kScaleBlock - 1) / kScaleBlock * kScaleBlock;
     for (; base_ < padded; base_ += stride_) last_step(padded);
@@ -34,8 +36,8 @@ class PieceQuantizer {
   static_assert(kCount % 2 == 0 && (kVectors == 1 || kCount % kLane == 0));
 
   // Steps in which every thread has kUnroll full sets of values. Issues all loads before the first use.
-  template <int kUnroll>
-  MOE_A2A_DEVICE void whole_steps() {
+  template <int kUnroll, class Formed>
+  MOE_A2A_DEVICE void whole_steps(const Formed& formed) {
     for (; base_ + kUnroll * stride_ <= size_; base_ += kUnroll * stride_) {
       LoadedLane<T> loaded[kUnroll][kVectors];
       const int first = base_ + group_.rank() * kCount;
@@ -52,8 +54,9 @@ class PieceQuantizer {
         quantize(values, first + u * stride_, quantized);
         store_values(q_ + first + u * stride_, quantized);
       }
+      formed(base_ + kUnroll * stride_);
     }
-    if constexpr (kUnroll > 1) whole_steps<kUnroll / 2>();
+    if constexpr (kUnroll > 1) whole_steps<kUnroll / 2>(formed);
   }
 
   MOE_A2A_DEVICE void last_step(int padded) {
@@ -80,10 +83,16 @@ class PieceQuantizer {
   int base_ = 0;
 };
 
+// `formed`: see PieceQuantizer::run().
+template <class T, class Group, class Formed>
+MOE_A2A_DEVICE void quantize_piece(const Group& group, const Piece& piece, bool vector_rows, const T* x, Float8* q,
+                                   float* scales, const Formed& formed) {
+  PieceQuantizer<T, Group>(group, piece, x, q, scales).run(vector_rows, formed);
+}
 template <class T, class Group>
 MOE_A2A_DEVICE void quantize_piece(const Group& group, const Piece& piece, bool vector_rows, const T* x, Float8* q,
                                    float* scales) {
-  PieceQuantizer<T, Group>(group, piece, x, q, scales).run(vector_rows);
+  quantize_piece(group, piece, vector_rows, x, q, scales, [](int) {});
 }
 
 }  // namespace moe_a2a::inline MOE_A2A_TARGET

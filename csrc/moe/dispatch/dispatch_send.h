@@ -42,10 +42,15 @@ struct QuantizedRows : TokenRows {
   MOE_A2A_DEVICE void send(const Warp& warp, Sender& sender, const Scheduled& scheduled, const Piece& piece) const {
     std::byte* staged = sender.open_stage(scheduled.delivery);
     std::byte* scales = staged + (piece.size() + 15) / 16 * 16;  // same distance behind the values as in a whole row
+    const auto formed = [&](int num_values) {
+      if constexpr (requires { sender.send_formed(scheduled.delivery, num_values); }) {
+        sender.send_formed(scheduled.delivery, num_values);
+      }
+    };
     with_element_type(args.x_dtype(), [&](auto type) {
       using T = decltype(type);
       quantize_piece(warp, piece, args.vector_rows, reinterpret_cast<const T*>(args.x[scheduled.row]),
-                     reinterpret_cast<Float8*>(staged), reinterpret_cast<float*>(scales));
+                     reinterpret_cast<Float8*>(staged), reinterpret_cast<float*>(scales), formed);
     });
     RowSource row = layout.part(piece);
     row.values = staged;
