@@ -225,6 +225,12 @@ class Collectives(CommunicatorClient):
             num_blocks = self._table_of("all_gather", x).step(nbytes_of(x) * self.num_ranks).num_blocks
         return core.all_gather(x, counts, num_blocks, out)
 
+    @calls.refuses_wrong_arguments(calls.refused_if_failed)
+    def barrier(self) -> None:
+        """Waits until all ranks call it: on the CPU in the call, on a GPU in the current stream, whose later work follows what
+        the ranks have queued before. Raises: as all_reduce()."""
+        self._open_core().barrier()
+
     def refused_if_failed(self) -> AbstractContextManager[None]:
         """Wraps work that precedes a call, for which the peers may already wait: if it fails, the call is refused."""
         return calls.refused_if_failed(self)
@@ -240,6 +246,7 @@ class Collectives(CommunicatorClient):
                 "all_reduce": ("op", "algorithm", "codec"),
                 "reduce_scatter": ("op", "counts"),
                 "all_gather": ("counts",),
+                "barrier": (),
             },
             operators=OPS,
             dtypes=arguments.ROW_DTYPE_NAMES,

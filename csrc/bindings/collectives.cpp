@@ -78,6 +78,10 @@ class Core : public ClientCore {
     return call.out;
   }
 
+  void barrier() {
+    run([](Collectives& collectives, void* stream) { collectives.barrier(stream); });
+  }
+
   // uint8 [nbytes] in symmetric memory, which it keeps alive, even after close().
   at::Tensor take_tensor(int64_t nbytes) {
     const auto collectives = this->collectives();
@@ -233,6 +237,7 @@ void bind_collectives(py::module_& m) {
       .def("all_reduce", &Core::all_reduce)
       .def("reduce_scatter", &Core::reduce_scatter)
       .def("all_gather", &Core::all_gather)
+      .def("barrier", &Core::barrier)
       .def("take_tensor", &Core::take_tensor)
       .def("holds", &Core::holds)
       .def("refuse", &Core::refuse)

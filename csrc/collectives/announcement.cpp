@@ -8,7 +8,7 @@
 namespace moe_a2a {
 namespace {
 
-constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "a refused call"};
+constexpr const char* kKinds[] = {"all_reduce", "reduce_scatter", "all_gather", "barrier", "a refused call"};
 constexpr const char* kOps[] = {"sum", "max", "min", "avg"};
 constexpr const char* kCodecs[] = {"none", "fp8", "q8", "q6", "q4"};
 constexpr const char* kAlgorithms[] = {"auto", "one_shot", "two_shot", "ring", "recursive_doubling", "direct"};
@@ -34,6 +34,7 @@ std::string describe(const Announcement& announcement) {
   using A = Announcement;
   const uint32_t kind = announcement.term(A::kKind), algorithm = announcement.term(A::kAlgorithm),
                  codec = announcement.term(A::kCodec);
+  if (kind == static_cast<uint32_t>(CollectiveKind::kBarrier)) return name_in(kKinds, kind);
   std::string text = name_in(kKinds, kind) + " of " + std::to_string(announcement.count()) + " " +
                      name_of(static_cast<DType>(std::min<uint32_t>(announcement.term(A::kDType), 3)));
   if (kind != static_cast<uint32_t>(CollectiveKind::kAllGather))

@@ -10,7 +10,7 @@
 
 namespace moe_a2a {
 
-enum class CollectiveKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kRefused };
+enum class CollectiveKind : uint8_t { kAllReduce, kReduceScatter, kAllGather, kBarrier, kRefused };
 enum class ReduceOp : uint8_t { kSum, kMax, kMin, kAvg };
 enum class Algorithm : uint8_t { kNone, kOneShot, kTwoShot, kRing, kRecursiveDoubling, kDirect };
 enum class CollectiveWire : uint8_t { kRows, kWords };  // rows and signals, or LL words (comm/ll_word.h)

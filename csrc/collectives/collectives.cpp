@@ -150,6 +150,12 @@ void Collectives::all_gather(const Operands& operands, const std::vector<int64_t
   launch_shares(AllGatherArgs{args}, size_of(operands.dtype), num_blocks, stream);
 }
 
+// A call without elements, whose launch ends once it has observed that all ranks make it.
+void Collectives::barrier(void* stream) {
+  const OneShotArgs call{.announcement = Announcement::of({CollectiveKind::kBarrier, DType::kFloat32}, 0)};
+  launch_vectors(call, 0, share_bytes_, sizeof(float), 1, stream);
+}
+
 // One launch per slice; cut(args, slice) makes the slice's arguments. On a GPU all are launched before an error is
 // raised: ranks see the error at different slices, but must launch equally many.
 template <class Args, class Cut>

@@ -52,6 +52,8 @@ class Collectives : public Client {
   // x: this rank's share; out: those of all ranks, one after the other. `x` may be that part of `out`. If `out`
   // is held on every rank, no workspace is used.
   void all_gather(const Operands& operands, const std::vector<int64_t>& counts, int num_blocks, void* stream);
+  // Ends once every rank has begun it.
+  void barrier(void* stream);
 
   // Replaces a call that failed before its launch. The peers throw PeerRefused with this text, and the call counts as
   // made on every rank.

@@ -213,11 +213,10 @@ class MoeA2aProcessGroup(_ProcessGroup):
         gpu = next((device for device in self._made if device.type == "cuda"), None)
         if gpu is None and self._nccl_device is not None:
             return self._backend_for(self._nccl_device).barrier(_c10d.BarrierOptions() if opts is None else opts)
-        token = torch.zeros(1, dtype=torch.float16, device=gpu or "cpu")
+        token = torch.empty(0, device=gpu or "cpu")
         if not has_kernels(token.device):
             return self._delegate(token).barrier(_c10d.BarrierOptions() if opts is None else opts)
-        # Unlike what users reduce: another rank that reduces one value must not take this call for its peer's.
-        work = self._run(opts, [token], lambda coll: coll.all_reduce(token, "min", out=token), [])
+        work = self._run(opts, [token], lambda coll: coll.barrier(), [])
         return BarrierWork(work, gpu) if gpu else work
 
     # What Collectives lacks. PyTorch would find the delegates itself, but it holds the GIL until the call is queued. A gloo

@@ -40,6 +40,7 @@ OTHER_CALLS = {
         "reduce_scatter of 5000 float32, sum",
     ),
     "gather": (lambda coll: coll.all_gather(torch.ones(7)), "all_gather of .* float32"),
+    "barrier": (lambda coll: coll.barrier(), "barrier"),
 }
 
 

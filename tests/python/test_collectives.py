@@ -1,13 +1,14 @@
 """all_reduce, reduce_scatter and all_gather against an fp64 reference: operators, dtypes, sizes, addresses, slices, and changes
-from call to call."""
+from call to call; barrier."""
 
 import random
+from pathlib import Path
 
 import on_device
 import pytest
 import torch
 from collective_calls import ALGORITHMS, DTYPES, OPS, WORKSPACE, Calls, merged, values
-from on_device import cpu_only, run
+from on_device import cpu_only, run, settle
 from ranks import run_processes
 
 import moe_a2a
@@ -155,6 +156,21 @@ def many_calls_program(group, seed: int, num_calls: int) -> None:
 
 def test_many_calls_without_anything_between(session_seed):
     run(2, many_calls_program, session_seed, 20_000)
+
+
+def barrier_program(group, folder: str) -> None:
+    with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
+        for step in range(20):
+            Path(folder, f"{step} {coll.rank}").touch()
+            coll.barrier()
+            settle(coll)
+            assert all(Path(folder, f"{step} {rank}").exists() for rank in range(coll.num_ranks))
+            assert coll.all_reduce(torch.ones(3, device=coll.device)).tolist() == [coll.num_ranks] * 3
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_barrier_waits_for_all_ranks(num_ranks, tmp_path):
+    run(num_ranks, barrier_program, str(tmp_path))
 
 
 def overwriting_program(group) -> None:

@@ -37,7 +37,6 @@ from moe_a2a.torch_backend import MoeA2aProcessGroup, Options
 pytestmark = on_device.TESTS
 
 NUM_STEPS = 20  # of training
-BARRIER = "1 float16, min"  # as docs/torch_distributed.md has it
 
 
 def same_as_gloo_program(gloo, seed: int) -> None:
@@ -318,7 +317,7 @@ def barrier_beside_program(gloo) -> None:
     """A barrier was an all-reduce of one float32: the other rank got its own value as the sum of all."""
     ours, x = new_group(), full(3, 1)
     dist.all_reduce(x, group=ours)
-    with pytest.raises(moe_a2a.CallMismatchError, match=rf"rank 0( calls)? all_reduce of {BARRIER}"):
+    with pytest.raises(moe_a2a.CallMismatchError, match="rank 0( calls)? barrier"):
         dist.barrier(group=ours) if ours.rank() == 0 else dist.all_reduce(full(1, 1), group=ours)
         settle()
         dist.all_reduce(x, group=ours)  # the call still runs
