@@ -11,7 +11,7 @@ namespace moe_a2a::inline MOE_A2A_TARGET {
 inline constexpr int kRowStages = 2;
 // A row that a warp forms leaves in parts of at least this size while it forms the rest: the link does not wait for the
 // 8 us that a warp takes to quantise 7168 values.
-inline constexpr int kFormedBytes = 2048;
+inline constexpr int kEarlyBytes = 2048;
 inline constexpr int kStageHeader = 128;  // the stage's barrier and a description of its row
 __host__ __device__ constexpr int64_t stage_bytes(int64_t row_bytes) {
   return kStageHeader + (row_bytes + 127) / 128 * 128;
@@ -77,8 +77,8 @@ class TmaRowSender {
 
   // The first `num_bytes` of the open stage are complete: sends them while the warp forms the rest, once they are worth
   // a copy.
-  __device__ __forceinline__ void send_formed(const Item& item, int num_bytes) {
-    if (num_bytes - num_sent_ < kFormedBytes) return;
+  __device__ __forceinline__ void send_early(const Item& item, int num_bytes) {
+    if (num_bytes - num_sent_ < kEarlyBytes) return;
     let_tma_read();
     if (warp_.rank() == 0) store_part(item, num_sent_, num_bytes - num_sent_);
     num_sent_ = num_bytes;

@@ -43,8 +43,8 @@ struct QuantizedRows : TokenRows {
     std::byte* staged = sender.open_stage(scheduled.delivery);
     std::byte* scales = staged + (piece.size() + 15) / 16 * 16;  // same distance behind the values as in a whole row
     const auto formed = [&](int num_values) {
-      if constexpr (requires { sender.send_formed(scheduled.delivery, num_values); }) {
-        sender.send_formed(scheduled.delivery, num_values);
+      if constexpr (requires { sender.send_early(scheduled.delivery, num_values); }) {
+        sender.send_early(scheduled.delivery, num_values);
       }
     };
     with_element_type(args.x_dtype(), [&](auto type) {
