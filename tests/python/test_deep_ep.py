@@ -104,6 +104,8 @@ def test_a_bound_spares_the_host():
             dispatched(buffer, torch.ones(2, HIDDEN, device=device), ids[:1].repeat(2, 1), None, num_worst_tokens=2)
         buffer.destroy()
 
+    on_device.run(2, program)
+
 
 @on_device.cpu_only
 def test_a_bound_that_the_ranks_do_not_divide_drops_no_row():
@@ -119,8 +121,6 @@ def test_a_bound_that_the_ranks_do_not_divide_drops_no_row():
         recv_x, _, _, _, handle, _ = dispatched(buffer, x[:2], ids[:2], None, num_worst_tokens=5)
         assert len(recv_x) == 5 and torch.equal(buffer.combine(recv_x, handle)[0], x[:2])
         buffer.destroy()
-
-    on_device.run(2, program)
 
     on_device.run(2, program)
 
