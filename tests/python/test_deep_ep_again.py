@@ -127,6 +127,36 @@ def test_buffer():
     on_device.run(2, program)
 
 
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_a_combine_that_fails_where_a_peer_needs_no_sum(do_expand):
+    """Before, that peer ended its combine, and the handle stayed open on the rank that had failed: the next combine of it, or the
+    second dispatch from then on, waited until the deadline."""
+
+    def program(group):
+        buffer, device = buffer_of(group), default_device()
+        x, ids, _ = on(device, *batches(2, 0)[buffer.rank_idx])
+        if buffer.rank_idx == 1:  # rank 0 gets none of its tokens
+            ids = torch.where(ids < 0, -1, EXPERTS_PER_RANK + ids % EXPERTS_PER_RANK)
+        per_rank = torch.stack([((ids >= 0) & (ids // EXPERTS_PER_RANK == rank)).any(1) for rank in (0, 1)])
+        sums = x * ((ids >= 0).sum(1) if do_expand else per_rank.sum(0))[:, None]
+        for combines_again in (True, False, False):
+            rows, *_, handle, _ = buffer.dispatch(x, ids, num_experts=2 * EXPERTS_PER_RANK, do_expand=do_expand)
+            assert torch.equal(buffer.combine(rows, handle)[0], sums)
+            buffer.dispatch(x, handle=handle)
+            if buffer.rank_idx == 0:
+                with pytest.raises(ValueError, match="x has shape"):
+                    buffer.combine(rows[:, :8], handle)
+            else:
+                assert torch.equal(buffer.combine(rows, handle)[0], sums)
+            assert not handle._routing.is_open
+            group.all_gather(None)
+            if combines_again:
+                assert torch.equal(buffer.combine(rows, handle)[0], sums)
+        buffer.destroy()
+
+    on_device.run(2, program)
+
+
 def test_of_hybrid_ep_buffer():
     def program(group):
         buffer, device = hybrid_buffer_of(group), default_device()

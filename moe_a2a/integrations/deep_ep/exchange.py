@@ -232,9 +232,10 @@ class Exchange:
         return self.dispatch_refused_if_failed(handle.ep)
 
     def combine_refused_if_failed(self, handle: Routing) -> AbstractContextManager[None]:
-        """Around the checks of a combine, before which the peers dispatch again if the handle is not open."""
+        """Around the checks of a combine, before which the peers dispatch again if the handle is not open. If it is open, it ends
+        on every rank: those that need no sum of this one end their combine, and do not learn that they should keep it."""
         if handle.is_open:
-            return calls.attempt_refused_if_failed(handle.ep, handle.open)
+            return calls.combine_refused_if_failed(handle.open)
         return self.dispatch_refused_if_failed(handle.ep)
 
     def dispatch_refused_if_failed(self, ep: ExpertParallel | None) -> AbstractContextManager[None]:

@@ -176,7 +176,7 @@ def begin_combine_of(
     if not handle.is_open:
         begin_dispatch_again(exchange, handle, None, None, None, num_blocks=num_blocks)()
     opened, table = handle.open, None
-    with calls.attempt_refused_if_failed(ep, opened):
+    with exchange.combine_refused_if_failed(handle):
         check_table(ep.rank, names[0], x, [handle.num_rows, ep.hidden], "as dispatch() returned", (ep.dtype,))
         if topk_weights is not None:
             check_table(ep.rank, names[1], topk_weights, [handle.num_rows], "as dispatch() returned", ROW_DTYPES)

@@ -173,7 +173,7 @@ def begin_combine_of(
         routing = handle.topk_idx, None, None
         handle.latest = exchange.begin_dispatch(ep, rows, *routing, deferred=False, num_blocks=num_blocks)()
     opened = handle.open
-    with calls.attempt_refused_if_failed(ep, opened):  # released here alone, it would not be open on the other ranks
+    with exchange.combine_refused_if_failed(handle):
         handle.check_packed(name, x, ep.hidden, (ep.dtype,))
         opened._sum_index = handle.sum_index
     sums = begin_combine(x, handle, presummed=True, deferred=deferred, num_blocks=num_blocks)
