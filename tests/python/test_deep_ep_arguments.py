@@ -10,6 +10,7 @@ import torch
 from deep_ep_cases import EXPERTS_PER_RANK, batches, combined, experts
 from test_deep_ep import buffer_of
 
+import moe_a2a
 from moe_a2a.integrations import deep_ep
 
 pytestmark = on_device.TESTS
@@ -307,3 +308,39 @@ def test_ranks_that_begin_with_different_dispatches(first):
         elastic.destroy()
 
     on_device.run(2, program)
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_low_latency_combine_that_fails_where_a_peer_has_no_tokens(hooks, repeats):
+    """Before, the peer ended its combine, and the dispatch stayed open on the rank that had failed: unless that one repeated the
+    call, the second dispatch from then on waited until the deadline."""
+
+    def program(group):
+        buffer = buffer_of(group)
+        fails, num_experts, num_tokens = buffer.rank == 1, 3 * EXPERTS_PER_RANK, 4 if buffer.rank else 0
+        x, weights = torch.ones(num_tokens, 128), torch.ones(num_tokens, 2)
+        ids = torch.tensor([[0, EXPERTS_PER_RANK]]).repeat(num_tokens, 1)
+
+        def combine(received, y=None):
+            y = received[0] if y is None else y
+            out, _, hook = buffer.low_latency_combine(y, ids, weights, received[2], return_recv_hook=hooks)
+            hook() if hooks else None
+            return out
+
+        for _ in range(4):
+            received = buffer.low_latency_dispatch(x, ids, 40, num_experts, use_fp8=False)
+            if buffer.rank == 0:
+                combine(received)
+            else:
+                with pytest.raises(ValueError if fails else moe_a2a.PeerRefusedError, match="x has shape"):
+                    combine(received, received[0][:, :1] if fails else None)
+            group.all_gather(None)
+            if repeats and buffer.rank > 0:
+                combine(received)
+            received = buffer.low_latency_dispatch(x, ids, 40, num_experts, use_fp8=False)
+            assert torch.equal(combine(received), 2 * x)
+        buffer.destroy()
+
+    on_device.run(3, program)

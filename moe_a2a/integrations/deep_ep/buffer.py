@@ -315,7 +315,8 @@ class Buffer(OfExchange):
         exchange = self._open()
         exchange.check_handle(handle, low_latency.LowLatencyHandle)
         low_latency.check_kept(handle)
-        with low_latency.combine_refused_if_failed(exchange, handle):
+        refused = low_latency.combine_refused_if_failed(exchange, handle)
+        with exchange.repeated_if_failed(handle.opened), refused:
             self._refuse(
                 "low_latency_combine",
                 use_logfmt=(use_logfmt, False),

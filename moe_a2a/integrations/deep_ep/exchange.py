@@ -71,6 +71,7 @@ class Exchange:
         self.num_buffers = num_buffers
         self._made: list[tuple[Kind, ExpertParallel]] = []
         self._open: dict[ExpertParallel, deque[DispatchHandle]] = {}
+        self._failed: set[DispatchHandle] = set()  # whose low-latency combine has failed here; see make_room()
         # float32 [T, K] of each: the index of each choice, which a dispatch may carry in place of its weight.
         self.choice_numbers: dict[ExpertParallel, Tensor] = {}
 
@@ -172,11 +173,20 @@ class Exchange:
 
     def make_room(self, ep: ExpertParallel) -> None:
         """Before a dispatch: if no buffer is free, ends the oldest open one, whose combine then opens another. Decided by the
-        order of calls alone, so that all ranks end the same."""
+        order of calls alone, so that all ranks end the same: also those whose combine has failed, since a rank that needed no
+        sum of the failed one has ended its own."""
         with calls.dispatch_refused_if_failed(ep):
+            for handle in [handle for handle in self._failed if handle.ep is ep]:
+                self._failed.remove(handle)
+                if handle.is_open:
+                    handle.release()
             self._open[ep] = deque(handle for handle in self._open[ep] if handle.is_open)
             while len(self._open[ep]) >= ep.num_buffers:
                 self._open[ep].popleft().release()
+
+    def repeated_if_failed(self, handle: DispatchHandle) -> AbstractContextManager[None]:
+        """Around a combine that all ranks may repeat until their next dispatch, which ends the handle."""
+        return calls.Guard(lambda error: self._failed.add(handle))
 
     def opened(self, ep: ExpertParallel, handle: DispatchHandle) -> DispatchHandle:
         self._open[ep].append(handle)

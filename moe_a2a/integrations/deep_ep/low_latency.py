@@ -135,6 +135,19 @@ def combine(
             "another low_latency_dispatch"
         )
     handle.has_combine = True
+    with exchange.repeated_if_failed(opened):
+        return _begin_combine(exchange, x, topk_weights, handle, out, return_recv_hook)
+
+
+def _begin_combine(
+    exchange: Exchange,
+    x: Tensor,
+    topk_weights: Tensor,
+    handle: LowLatencyHandle,
+    out: Tensor | None,
+    return_recv_hook: bool,
+) -> tuple[Tensor, Hook | None]:
+    ep, opened = handle.ep, handle.opened
     if handle.needs_weights:
         _set_weights(exchange, handle, topk_weights)
     with calls.attempt_refused_if_failed(ep, opened):
@@ -152,7 +165,8 @@ def combine(
     @torch.no_grad()
     def receive() -> None:
         handle.is_sent = False
-        ep.combine_recv(opened, out=combined)
+        with exchange.repeated_if_failed(opened):
+            ep.combine_recv(opened, out=combined)
 
     return combined, receive
 
