@@ -56,7 +56,11 @@ def test_arguments_of_one_rank_that_fail_before_the_first_exchange():
             "x is a tuple of 3 on rank 0": {"x": (x, x, x)},
         }.items():
             refused(text, dispatch, **wrong)
-        refused("num_sms", lambda **wrong: buffer.dispatch(x, handle=handle, **(wrong if fails else {})), config="24")
+        for text, wrong in {
+            "num_sms": {"config": "24"},
+            "both handle= and topk_idx or topk_weights given on rank 0": {"topk_weights": weights},  # were not sent
+        }.items():
+            refused(text, lambda wrong=wrong: buffer.dispatch(x, handle=handle, **(wrong if fails else {})))
         refused(
             r"x has shape \[\d+, 256\] on rank 0; pass \[\d+, 256\], one row",
             lambda: buffer.dispatch(x[1:] if fails else x, handle=handle),

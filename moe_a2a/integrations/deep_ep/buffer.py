@@ -157,6 +157,10 @@ class Buffer(OfExchange):
         if handle is not None:
             exchange.check_handle(handle, high_throughput.Handle, opens=True)
             with exchange.dispatch_again_refused_if_failed(handle):
+                if topk_idx is not None or topk_weights is not None:
+                    raise ValueError(
+                        f"both handle= and topk_idx or topk_weights given on rank {self.rank}; pass one or the other"
+                    )
                 wait_for(previous_event, self._device)
                 rows, scales = rows_and_scales(self.rank, x)
                 num_blocks = self._blocks(config)
