@@ -16,6 +16,7 @@ from moe_a2a.integrations import deep_ep
 pytestmark = [on_device.TESTS, on_device.cpu_only]
 
 HIDDEN, NUM_EXPERTS, MOST = 256, 8, 16
+ELSEWHERE = torch.ones(8, HIDDEN, dtype=torch.bfloat16, device="meta")
 SMS = deep_ep.Config(num_sms=-1)
 
 
@@ -53,6 +54,7 @@ def test_low_latency_calls():
             "x has dtype torch.float64 on rank 0; pass torch.bfloat16": {"x": x.double()},
             r"x has shape \[4, 256\] on rank 0; pass \[4, 32, 256\], rows where recv_x has theirs": {"y": x},
             "x has dtype torch.float32 on rank 0; pass torch.bfloat16": {"y": torch.ones(4, 32, HIDDEN)},
+            "x is on meta on rank 0, this buffer on cpu": {"y": ELSEWHERE.new_empty(4, 32, HIDDEN)},
             "before its rows were received; call the hook of low_latency_dispatch first": {"calls_hook": False},
         }
         check(group, step, cases)
@@ -157,6 +159,7 @@ def test_packed_rows():
             r"config.num_sms=-1 .* on rank 0": {"combine_config": SMS},
             "x has dtype torch.float8_e4m3fn on rank 0; pass .* or scales to float8": {"x": x.to(torch.float8_e4m3fn)},
             "x has dtype torch.float32 on rank 0; pass torch.bfloat16": {"y": torch.ones(8, HIDDEN)},
+            "x is on meta on rank 0, this buffer on cpu": {"y": ELSEWHERE},
             "topk_weights has dtype torch.int64 on rank 0; pass torch.float32": {"sums": torch.ones(8, 2).long()},
         }
         check(group, step, cases)
@@ -184,6 +187,7 @@ def test_expanded_rows():
             "x has dtype torch.float8_e4m3fn on rank 0": {"x": scaled[0]},
             "x is a tuple of 3 on rank 0": {"x": (*scaled, None)},
             "x has dtype torch.float32 on rank 0; pass torch.bfloat16": {"y": torch.ones(8, HIDDEN)},
+            "x is on meta on rank 0, this buffer on cpu": {"y": ELSEWHERE},
         }
         check(group, step, cases)
         buffer.destroy()
@@ -255,6 +259,7 @@ def test_hybrid_ep_buffer(permutes):
             r"hidden has shape \[3, 256\] on rank 0; pass \[4, 256\], one row per token": {"again": x[:3]},
             r"hidden has shape \[7, 256\] on rank 0; pass \[8, 256\]": {"y": wide[1:].bfloat16()},
             "hidden has dtype torch.float32 on rank 0; pass torch.bfloat16": {"y": wide},
+            "hidden is on meta on rank 0, this buffer on cpu": {"y": ELSEWHERE},
             r"probs has shape \[7\] on rank 0; pass \[8": {"received_probs": torch.ones(7)},
         }
         if permutes:

@@ -355,6 +355,13 @@ def check_table(
         raise TypeError(f"{name} has dtype {table.dtype} on rank {rank}; pass {' or '.join(map(str, dtypes))}")
 
 
+def check_device(ep: ExpertParallel, name: str, tensor: Tensor) -> None:
+    if tensor.device != ep.device:
+        raise ValueError(
+            f"{name} is on {tensor.device} on rank {ep.rank}, this buffer on {ep.device}; pass {name} of that device"
+        )
+
+
 def check_row_dtype(rank: int, name: str, rows: Tensor, scales: Any) -> None:
     """Raises for rows that cannot be sent; the dispatch checks scales."""
     if scales is None and rows.dtype not in arguments.ROW_DTYPES:

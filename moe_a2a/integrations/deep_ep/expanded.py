@@ -18,7 +18,7 @@ from moe_a2a import block_scales, calls
 from moe_a2a.arguments import ROW_DTYPES
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_table
+from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_device, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import by_choice, make_unweighted, worst_num_rows
 
@@ -178,6 +178,7 @@ def begin_combine_of(
     opened, table = handle.open, None
     with exchange.combine_refused_if_failed(handle):
         check_table(ep.rank, names[0], x, [handle.num_rows, ep.hidden], "as dispatch() returned", (ep.dtype,))
+        check_device(ep, names[0], x)
         if topk_weights is not None:
             check_table(ep.rank, names[1], topk_weights, [handle.num_rows], "as dispatch() returned", ROW_DTYPES)
             table = handle.by_choice(topk_weights) if handle.carries_choices else None

@@ -16,7 +16,14 @@ from torch import Tensor
 from moe_a2a import arguments, calls, devices
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, Routing, begin_combine, check_row_dtype, check_table
+from moe_a2a.integrations.deep_ep.exchange import (
+    Exchange,
+    Routing,
+    begin_combine,
+    check_device,
+    check_row_dtype,
+    check_table,
+)
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 from moe_a2a.row_routes import packed_topk
 
@@ -175,6 +182,7 @@ def begin_combine_of(
     opened = handle.open
     with exchange.combine_refused_if_failed(handle):
         handle.check_packed(name, x, ep.hidden, (ep.dtype,))
+        check_device(ep, name, x)
         opened._sum_index = handle.sum_index
     sums = begin_combine(x, handle, presummed=True, deferred=deferred, num_blocks=num_blocks)
 

@@ -17,7 +17,7 @@ from moe_a2a import arguments, calls
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.expert_parallel import ExpertParallel
 from moe_a2a.handle import DispatchHandle
-from moe_a2a.integrations.deep_ep.exchange import Exchange, check_row_dtype, check_table
+from moe_a2a.integrations.deep_ep.exchange import Exchange, check_device, check_row_dtype, check_table
 from moe_a2a.integrations.deep_ep.kinds import Call, Kind
 
 Hook = Callable[[], None]
@@ -153,6 +153,7 @@ def _begin_combine(
     with calls.attempt_refused_if_failed(ep, opened):
         shape = [ep.num_local_experts, ep.num_ranks * ep.num_max_tokens_per_rank, ep.hidden]
         check_table(ep.rank, "x", x, shape, "rows where recv_x has theirs", (ep.dtype,))
+        check_device(ep, "x", x)
         if out is not None:  # before anything is sent: a hook that fails would leave the sums behind, on this rank only
             _check_out(handle, out)
     if not return_recv_hook:
@@ -174,10 +175,7 @@ def _begin_combine(
 def _check_out(handle: LowLatencyHandle, out: Tensor) -> None:
     ep = handle.ep
     check_table(ep.rank, "out", out, [handle.num_tokens, ep.hidden], "a row per token", (ep.dtype,))
-    if out.device != ep.device:
-        raise ValueError(
-            f"out is on {out.device} on rank {ep.rank}, this Buffer on {ep.device}; pass out of that device"
-        )
+    check_device(ep, "out", out)
     if not out.is_contiguous():
         raise ValueError(
             f"out is not contiguous (strides {list(out.stride())}) on rank {ep.rank}; pass a contiguous one"
