@@ -33,7 +33,7 @@ def as_svg(board: Board) -> str:
             marker="o",
             markersize=4,
             capsize=3,
-            label=entry.name,
+            label=_label(entry.name),
         )
     panel.plot([one.label for one in board.null], [one.mean_us for one in board.null], label="null", **NULL_STYLE)
     if board.floor_us:
@@ -49,3 +49,10 @@ def as_svg(board: Board) -> str:
     with matplotlib.rc_context({"svg.hashsalt": board.problem}):
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def _label(name: str) -> str:
+    """The name as matplotlib prints it: half a surrogate pair is an error, "$" begins a formula, and a leading "_" hides the line
+    from the legend."""
+    text = name.encode(errors="backslashreplace").decode().replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

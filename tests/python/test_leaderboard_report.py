@@ -154,6 +154,13 @@ def test_a_missing_floor_is_explained_everywhere(tmp_path):
     assert all(why in text for text in texts)
 
 
+@pytest.mark.parametrize("name", ["_mine", "a$_$b", "$x$", "bad \udcff"])
+def test_a_name_that_is_no_plain_label_is_drawn(name):
+    """Regression: a formula that matplotlib could not read, or half a surrogate pair, ended the ranking; "_mine" had no name."""
+    svg = plot.as_svg(board_of(timed(name, 20.0)))
+    assert f"<!-- {name} -->".replace("\udcff", "\\udcff").replace("<!-- _", "<!--  _") in svg
+
+
 @pytest.mark.timeout(100)
 def test_a_single_rank_has_no_floor_and_replaces_a_ranking(small, leaderboard, tmp_path):
     how = ("--ranks", 1, "--shortened", 0.05, "--out", tmp_path)
