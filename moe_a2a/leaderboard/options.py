@@ -80,7 +80,7 @@ def submission_path(problem: cases.ProblemFile, text: str) -> Path:
     if path is None:
         names = ", ".join(loading.entry_names(problem.entries or problem.name))
         raise UsageError(f"{text}: no such file or entry of {problem.name}; the entries are {names}, null")
-    return path.resolve()
+    return path.parent.resolve() / path.name  # a link keeps its own name
 
 
 def _num_ranks(options: argparse.Namespace, device_type: str) -> int:

@@ -11,7 +11,7 @@ import pytest
 from contest_cases import changed
 
 from moe_a2a.commands.command_line import UsageError
-from moe_a2a.leaderboard import plot, report
+from moe_a2a.leaderboard import options, plot, rank_command, report
 from moe_a2a.leaderboard.record import Board, Entry, Timing, Traffic
 
 pytestmark = pytest.mark.cpu
@@ -159,6 +159,17 @@ def test_a_name_that_is_no_plain_label_is_drawn(name):
     """Regression: a formula that matplotlib could not read, or half a surrogate pair, ended the ranking; "_mine" had no name."""
     svg = plot.as_svg(board_of(timed(name, 20.0)))
     assert f"<!-- {name} -->".replace("\udcff", "\\udcff").replace("<!-- _", "<!--  _") in svg
+
+
+def test_links_are_entries_of_their_own_names(tmp_path):
+    """Regression: they had the name of their target, which could not be imported if it did not end in .py."""
+    (tmp_path / "c0ffee").write_text(contest_cases.TORCH_SORT.read_text())
+    for name in ("v1.py", "v2.py"):
+        (tmp_path / name).symlink_to("c0ffee")
+    contest = contest_cases.contest()
+    paths = [options.submission_path(contest.problem, str(tmp_path / name)) for name in ("v1.py", "v2.py")]
+    assert list(rank_command._by_entry_name(paths)) == ["v1", "v2"]
+    assert contest.run("test", paths[0]).passed
 
 
 @pytest.mark.timeout(100)
