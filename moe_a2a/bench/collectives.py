@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -22,11 +22,12 @@ from moe_a2a.bench import machine
 from moe_a2a.bench.clock import Clock, Measuring, Step
 from moe_a2a.bench.contenders import captured
 from moe_a2a.bench.options import DTYPES, add_how, dtypes, is_written, some_of
-from moe_a2a.bench.start import check_graphs, start_ranks, this_ranks_device
+from moe_a2a.bench.start import check_graphs, num_ranks_of, start_ranks, this_ranks_device
 from moe_a2a.bench.statistics import of_all_ranks
 from moe_a2a.collectives import ALGORITHMS, CODECS, OPS
 from moe_a2a.commands.baselines import all_gather_single, reduce_scatter_single
 from moe_a2a.commands.command_line import UsageError, integer, integers, output_file
+from moe_a2a.commands.rank_options import device_type_of
 
 DEFAULT_SIZES = [4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 REDUCE_OPS = {
@@ -35,6 +36,8 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "avg": dist.ReduceOp.AVG,
 }
+Merge = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MERGES: dict[str, Merge] = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum}
 BYTES_PER_ROUND = 16 << 20  # a round makes this many bytes of back-to-back calls, at most 50 calls
 LARGEST = 15  # magnitude of the test's values
 HEADER = (
@@ -101,7 +104,18 @@ def run(options: argparse.Namespace) -> int:
             )
         if options.codecs:
             raise UsageError(f"--codecs {','.join(options.codecs)}: {options.kind} has no codecs; leave it out")
+    if device_type_of(options) == "cpu":
+        nbytes = max(_nbytes(options.kind, max(options.sizes), dtype, num_ranks_of(options)) for dtype in options.dtype)
+        what = f"--sizes {max(options.sizes)}: the tensors of all ranks and the check of their values"
+        machine.check_memory(what, nbytes, "pass smaller --sizes or --ranks")
     return start_ranks(options, rank_main, "bench")
+
+
+def _nbytes(kind: str, size: int, dtype: torch.dtype, ranks: int) -> int:
+    """Memory of all ranks for a case. Each has its tensor, and in num_wrong() three doubles per element; in all_gather the expected
+    element and two int64."""
+    of_check = dtype.itemsize + 16 if kind == "all_gather" else 24
+    return ranks * (size + size // dtype.itemsize * of_check)
 
 
 def rank_main(options: argparse.Namespace) -> int:
@@ -174,12 +188,13 @@ class Case:
     def num_wrong(self, out: torch.Tensor, codec: str | None) -> int:
         """Wrong elements on all ranks; with a codec, elements beyond its error bound."""
         if self.kind == "all_gather":
-            whole = torch.cat([self.values(r).view(self.ranks, -1)[r] for r in range(self.ranks)])
+            whole = torch.empty_like(self.x)
+            for r, share in enumerate(whole.view(self.ranks, -1)):
+                share.copy_(self.values(r).view(self.ranks, -1)[r])
             wrong = (out != whole).sum()
         else:
-            rows = torch.stack([self.values(r).double() for r in range(self.ranks)])
-            merges: dict[str, Any] = {"sum": rows.sum, "avg": rows.mean, "max": rows.amax, "min": rows.amin}
-            expected = merges[self.op](0).float().to(self.dtype).view(-1)
+            merged = reduce(MERGES[self.op], (self.values(r).double() for r in range(self.ranks)))
+            expected = (merged / self.ranks if self.op == "avg" else merged).float().to(self.dtype)
             if self.kind == "reduce_scatter":
                 expected = expected.view(self.ranks, -1)[self.rank]
             bound = 0.0

@@ -82,15 +82,9 @@ def run(options: argparse.Namespace, header: str, run_case: RunCase, *, copies_o
 
 
 def _check_memory(cases: list[Case], intermediate: int, copies: int) -> None:
-    """On the CPU, where all ranks share the machine's memory. If it runs out, the kernel ends processes, not only ours."""
-    available = machine.available_memory()
     for case in cases:
         nbytes = copies * 3 * case.num_experts * intermediate * case.hidden * case.dtype.itemsize
-        if available is not None and nbytes > available:
-            raise UsageError(
-                f"the experts of all ranks take {nbytes >> 20} MiB or more, and {available >> 20} MiB of memory are "
-                "available; pass smaller --experts, --intermediate or --hidden"
-            )
+        machine.check_memory("the experts of all ranks", nbytes, "pass smaller --experts, --intermediate or --hidden")
 
 
 def _rank_main(options: argparse.Namespace, *, header: str, run_case: RunCase) -> int:

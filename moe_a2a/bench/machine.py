@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from moe_a2a import devices, installation
 from moe_a2a.commands import checkout
+from moe_a2a.commands.command_line import UsageError
 
 
 def about(device: torch.device) -> dict[str, Any]:
@@ -53,6 +54,15 @@ def available_memory() -> int | None:
     text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
     found = re.search(r"^MemAvailable:\s*(\d+) kB$", text, re.MULTILINE)
     return 1024 * int(found.group(1)) if found else None
+
+
+def check_memory(what: str, nbytes: int, remedy: str) -> None:
+    """For the CPU, where all ranks share the machine's memory. If it runs out, the kernel ends processes, not only ours."""
+    available = available_memory()
+    if available is not None and nbytes > available:
+        raise UsageError(
+            f"{what} take {nbytes >> 20} MiB or more, and {available >> 20} MiB of memory are available; {remedy}"
+        )
 
 
 def _driver() -> str | None:

@@ -130,6 +130,21 @@ def test_experts_that_do_not_fit_into_memory(capsys, monkeypatch, kind, mib):
     )
 
 
+@pytest.mark.parametrize("kind, mib", [("all_reduce", 2 * (4 + 3 * 8)), ("all_gather", 2 * (4 + 4 + 2 * 8))])
+def test_tensors_that_do_not_fit_into_memory(capsys, monkeypatch, kind, mib):
+    """Regression: the kernel ended a rank, or another process; that rank's peers said no more than where they waited."""
+    from moe_a2a.bench import machine
+
+    command = ("bench", kind, "--device", "cpu", "--ranks", 2, "--sizes", f"64,{4 << 20}")  # 2**20 values of 4 bytes
+    monkeypatch.setattr(machine, "available_memory", lambda: mib << 20)
+    with pytest.raises(AssertionError, match="ranks were started"):
+        refused(capsys, *command)
+    monkeypatch.setattr(machine, "available_memory", lambda: (mib << 20) - 1)
+    text = refused(capsys, *command)
+    assert f"--sizes {4 << 20}: the tensors of all ranks and the check of their values take {mib} MiB or more" in text
+    assert f"{mib - 1} MiB of memory are available; pass smaller --sizes or --ranks" in text
+
+
 def test_limits_are_exact(capsys):
     """It was 2.14748e+09."""
     assert "'0' is not an integer from 1 to 2147483647" in refused(capsys, *BENCH, "--tokens", 0)
