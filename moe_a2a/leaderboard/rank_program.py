@@ -237,7 +237,8 @@ def _copied(output: Any, device: torch.device) -> tuple[torch.Tensor | None, str
     if not isinstance(output, torch.Tensor):
         return None, f"{type(output).__name__}, not a tensor"
     if not is_dense(output):
-        return None, f"a tensor of layout {output.layout}, not a dense one"
+        kind = "nested tensor" if output.is_nested else "quantised tensor" if output.is_quantized else "tensor"
+        return None, f"a {kind} of layout {output.layout}, not a dense one"
     if output.device != device:
         return None, f"a tensor on {output.device}, not on {device}"
     if not _can_be_sent(output.dtype):

@@ -28,6 +28,7 @@ def custom_kernel(data):
         raise ArithmeticError("on purpose")
 """
 SPARSE_RESULT = "custom_kernel = lambda data: right(data).to_sparse()"
+NESTED_RESULT = "custom_kernel = lambda data: torch.nested.nested_tensor([right(data)])"
 NO_TEXT = """
 class Mute(Exception):
     def __str__(self):
@@ -68,6 +69,7 @@ def custom_kernel(data):
         ("wrong", "returned [", WRONG_SHAPE),
         ("wrong", "returned list, not a tensor", NO_TENSOR),
         ("wrong", "a tensor of layout torch.sparse_coo, not a dense one", SPARSE_RESULT),
+        ("wrong", "a nested tensor of layout torch.strided, not a dense one", NESTED_RESULT),
         ("wrong", "returned a tensor of torch.float8_e4m3fn", FLOAT8),
         ("raised", "rank 1 raised ArithmeticError: on purpose", RAISING),
         ("raised", "raised Mute: (no text: its __str__ raised)", NO_TEXT),
@@ -82,6 +84,7 @@ def custom_kernel(data):
         "shape",
         "type",
         "sparse",
+        "nested",
         "float8",
         "raising",
         "no text",
