@@ -74,6 +74,8 @@ def _by_entry_name(paths: list[Path]) -> dict[str, Path]:
     named: dict[str, Path] = {}
     for path in paths:
         name = f"{path.parent.name}-{path.stem}" if path.stem == "submission" else path.stem
+        if named.get(name) == path:
+            raise UsageError(f"{path} is given twice; pass it once")
         if name in named:
             raise UsageError(f"{path} and {named[name]}: two entries named {name}; rename one")
         named[name] = path

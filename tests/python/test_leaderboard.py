@@ -250,6 +250,7 @@ def test_bad_options_are_refused_before_anything_starts(leaderboard, tmp_path):
         (("run", "all3all", "null"), "invalid choice"),
         (("run", "all2all", "null", "--cases", tmp_path / "none.txt"), "No such file"),
         (("run", "all2all", "null", "--ranks", "0"), "not an integer from 1 to 64"),
+        (("rank", "all2all", "null", "null", "--out", tmp_path), "null.py is given twice; pass it once"),
         (("run", "all2all", "a" * 300), "File name too long"),
         (("run", "all2all", "/etc/passwd"), "not a Python file; pass a submission.py"),
         (("run", "all_reduce", "../all2all/torch_sort"), "no such file or entry of all_reduce"),
