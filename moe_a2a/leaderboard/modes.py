@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_a2a.commands.command_line import UsageError
 from moe_a2a.leaderboard.cases import Case, ProblemFile
 from moe_a2a.leaderboard.problems.base import Tensors
 from moe_a2a.leaderboard.ranks import SubmissionRanks
@@ -76,6 +77,12 @@ def _failures_into(result: CaseResult) -> Iterator[None]:
         yield
     except SubmissionFailedError as failure:
         result.verdict, result.message, result.details = failure.verdict, failure.message, failure.details
+    except RuntimeError as error:  # the harness's own; PyTorch has no class for it
+        if "can't allocate memory" not in str(error):
+            raise
+        raise UsageError(
+            f"{result.case.spec}: its tensors do not fit into this machine's memory; pass smaller sizes"
+        ) from None
 
 
 def test(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:

@@ -13,6 +13,7 @@ from contest_cases import SMALL, SPARSE, contest
 from moe_a2a.__main__ import main
 from moe_a2a.leaderboard import cases, loading, problems
 from moe_a2a.leaderboard.cases import CaseFileError
+from moe_a2a.leaderboard.problems.all2all import All2All
 from moe_a2a.leaderboard.ranks import SubmissionRanks
 from moe_a2a.leaderboard.statistics import Stats, enough, geometric_mean
 
@@ -226,6 +227,14 @@ def test_cases_that_cannot_be_used(leaderboard, tmp_path, was, now, words):
     (tmp_path / "cases.txt").write_text(TINY.replace(was, now))
     code, text, lines = leaderboard("run", "all2all", "null", "--ranks", 2, "--cases", tmp_path / "cases.txt")
     assert code == 113 and words in text and lines == {}, text
+
+
+def test_a_case_that_does_not_fit_into_memory(leaderboard, monkeypatch, tmp_path):
+    """Regression: a traceback, which did not name the case."""
+    monkeypatch.setattr(All2All, "make_inputs", lambda *arguments: {"x": torch.empty(1 << 60)})
+    (tmp_path / "cases.txt").write_text(TINY)
+    code, text, _ = leaderboard("run", "all2all", "null", "--ranks", 1, "--cases", tmp_path / "cases.txt")
+    assert code == 2 and f"{TINY}; world_size: 1: its tensors do not fit into this machine's memory" in text, text
 
 
 def test_a_descriptor_that_can_only_be_read(monkeypatch, capsys, tmp_path):
