@@ -59,7 +59,9 @@ def read(path: Path, parse: Callable[[Field], Table], what: str, command: str) -
     except OSError as error:
         raise ValueError(f"{what} {path}: {error.strerror}; write one with `{command}`") from None
     except FieldError as error:  # the command reads the table in effect, too
-        raise ValueError(f"{what} {path}: {error}; remove it, then write one with `{command}`") from None
+        raise ValueError(
+            f"{what} {path}: {error}; name a file that `{command}` has written, or remove this one"
+        ) from None
     return tables
 
 

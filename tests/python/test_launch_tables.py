@@ -142,7 +142,7 @@ def test_a_damaged_table_of_this_machine_is_to_be_removed(folders):
     path = launch_tables.own_file(torch.device("cuda"), 4)
     path.parent.mkdir(parents=True)
     path.write_text('{"tables": [')
-    words = f"{path}: it is not JSON.*; remove it, then write one with `python -m moe_a2a tune`"
+    words = f"{path}: it is not JSON.*; name a file that `python -m moe_a2a tune` has written, or remove this one"
     with pytest.raises(ValueError, match=words):
         launch_tables.in_effect(torch.device("cuda"), 4, 64, torch.bfloat16, 2)
 
