@@ -213,7 +213,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
         gpu = next((device for device in self._made if device.type == "cuda"), None)
         if gpu is None and self._nccl_device is not None:
             return self._backend_for(self._nccl_device).barrier(_c10d.BarrierOptions() if opts is None else opts)
-        token = torch.empty(0, device=gpu or "cpu")
+        token = torch.empty(0, dtype=torch.uint8, device=gpu or "cpu")
         if not has_kernels(token.device):
             return self._delegate(token).barrier(_c10d.BarrierOptions() if opts is None else opts)
         work = self._run(opts, [token], lambda coll: coll.barrier(), [])

@@ -23,7 +23,7 @@ from moe_a2a.collectives import MAX_NBYTES, OPS, SHARE_UNIT, Collectives, even_s
 from moe_a2a.communicator import Communicator
 from moe_a2a.errors import PeerTimeoutError
 from moe_a2a.groups import as_group
-from moe_a2a.tables.collective_tables import KINDS
+from moe_a2a.tables import collective_tables
 from moe_a2a.two_level.rail import Rail, constructor_refuses_wrong_arguments
 from moe_a2a.untraced import untraced
 
@@ -32,6 +32,8 @@ from moe_a2a.untraced import untraced
 MULTIPROCESSORS_LEFT = 32
 MOST_PARALLEL_SLICES = 64
 LARGEST_ELEMENT = 4  # bytes
+
+KINDS = (*collective_tables.KINDS, "barrier")
 
 Finish = Callable[[], Any]
 
@@ -53,6 +55,8 @@ class Call:
         return cls(KINDS.index(kind), x.numel(), dtype, OPS.index(op))
 
     def __str__(self) -> str:
+        if KINDS[self.kind] == "barrier":
+            return "barrier()"
         dtype = ROW_DTYPE_NAMES[self.dtype] if self.dtype >= 0 else "another dtype"
         return f"{KINDS[self.kind]}({self.count} elements, {dtype}, {OPS[self.op]})"
 
@@ -220,6 +224,21 @@ class TwoLevelCollectives(OnePerRank):
         )
         return out
 
+    @untraced
+    @_refuses_wrong_arguments
+    def barrier(self) -> None:
+        """See Collectives.barrier(). The ranks of a node meet, then the nodes, then the ranks of a node again."""
+        self._require_open()
+        token = torch.zeros(1, dtype=torch.float32, device=self.device)
+
+        def begin(_: int) -> tuple[torch.Tensor, Finish]:
+            self._local.barrier()
+            return token, self._local.barrier
+
+        self._in_slices(
+            Call.of("barrier", token, "min"), 1, begin, lambda _, share: self._rail.all_reduce(share, "min")
+        )
+
     def _in_slices(
         self,
         call: Call,
@@ -285,13 +304,16 @@ class TwoLevelCollectives(OnePerRank):
                 self._rail.compare(NO_CALL, error)
             raise
 
+    def _require_open(self) -> None:
+        self._local._open_core()
+        if self._rail.lost:
+            raise RuntimeError(f"these TwoLevelCollectives have lost a rank: {self._rail.lost}; make new groups")
+
     def _prepared(
         self, kind: str, x: torch.Tensor, op: str, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """out, then x and out as one-dimensional tensors."""
-        self._local._open_core()
-        if self._rail.lost:
-            raise RuntimeError(f"these TwoLevelCollectives have lost a rank: {self._rail.lost}; make new groups")
+        self._require_open()
         with self.refused_if_failed():
             arguments.check_tensor(self.rank, "x", x)
             arguments.check_optional_tensor(self.rank, "out", out)

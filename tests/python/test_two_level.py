@@ -3,6 +3,7 @@
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import on_device
 import pytest
@@ -64,6 +65,20 @@ def equal_program(world, num_nodes: int, num_local: int, seed: int) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 def test_equals_one_level(split, session_seed):
     run(split, equal_program, session_seed % 10_000)
+
+
+def barrier_program(world, num_nodes: int, num_local: int, folder: str) -> None:
+    with TwoLevelCollectives(*groups(num_nodes, num_local), slice_nbytes=SLICE, timeout=20) as two:
+        for step in range(10):
+            Path(folder, f"{step} {two.rank}").touch()
+            two.barrier()
+            on_device.settle(two)
+            assert all(Path(folder, f"{step} {rank}").exists() for rank in range(two.num_ranks))
+
+
+@pytest.mark.parametrize("split", [(2, 2), (3, 1)])
+def test_a_barrier_waits_for_all_ranks(split, tmp_path):
+    run(split, barrier_program, str(tmp_path))
 
 
 def close_program(world, num_nodes: int, num_local: int, seed: int) -> None:
@@ -315,6 +330,7 @@ def bad_calls_program(world, num_nodes: int, num_local: int) -> None:
             lambda: two.all_reduce(good, "max" if node else "min"),
             lambda: two.all_reduce(good.to(DTYPES[node])),
             lambda: two.all_gather(good) if node else two.reduce_scatter(good),
+            lambda: two.all_reduce(torch.ones(1), "min") if node else two.barrier(),
         ):
             with pytest.raises(moe_a2a.CallMismatchError, match=rf"rank {rank} called .*, rank \d of node {1 - node}"):
                 call()
