@@ -39,7 +39,7 @@ struct TwoShot {
 
 // Each block pushes all of its chunks, then reduces, then takes: usually one, see kLargeChunk. A loop per step, since
 // the values of a codec fill the registers: in the one loop of run_pipeline() 332 bytes spilled, and a call of 64 MiB
-// took 137 us (fp8) and 95 (q4) instead of 126 and 84 (2 H200). One kernel per codec, so that each allocates only the
+// took 137 us (fp8) and 95 (q4) instead of 127 and 86 (2 H200). One kernel per codec, so that each allocates only the
 // registers it needs.
 template <LineCodec kCodec>
 struct CodedTwoShot {
