@@ -136,32 +136,22 @@ def combine(
         )
     handle.has_combine = True
     with exchange.repeated_if_failed(opened):
-        return _begin_combine(exchange, x, topk_weights, handle, out, return_recv_hook)
-
-
-def _begin_combine(
-    exchange: Exchange,
-    x: Tensor,
-    topk_weights: Tensor,
-    handle: LowLatencyHandle,
-    out: Tensor | None,
-    return_recv_hook: bool,
-) -> tuple[Tensor, Hook | None]:
-    ep, opened = handle.ep, handle.opened
-    if handle.needs_weights:
-        _set_weights(exchange, handle, topk_weights)
-    with calls.attempt_refused_if_failed(ep, opened):
-        shape = [ep.num_local_experts, ep.num_ranks * ep.num_max_tokens_per_rank, ep.hidden]
-        check_table(ep.rank, "x", x, shape, "rows where recv_x has theirs", (ep.dtype,))
-        check_device(ep, "x", x)
-        if out is not None:  # before anything is sent: a hook that fails would leave the sums behind, on this rank only
-            _check_out(handle, out)
-    if not return_recv_hook:
-        return ep.combine(x, opened, out=out), None
-    with calls.combine_refused_if_failed(opened):
-        combined = x.new_empty(handle.num_tokens, ep.hidden) if out is None else out
-    ep.combine_send(x, opened)
-    handle.is_sent = True
+        if handle.needs_weights:
+            _set_weights(exchange, handle, topk_weights)
+        with calls.attempt_refused_if_failed(ep, opened):
+            shape = [ep.num_local_experts, ep.num_ranks * ep.num_max_tokens_per_rank, ep.hidden]
+            check_table(ep.rank, "x", x, shape, "rows where recv_x has theirs", (ep.dtype,))
+            check_device(ep, "x", x)
+            if (
+                out is not None
+            ):  # before anything is sent: a hook that fails would leave the sums behind, on this rank only
+                _check_out(handle, out)
+        if not return_recv_hook:
+            return ep.combine(x, opened, out=out), None
+        with calls.combine_refused_if_failed(opened):
+            combined = x.new_empty(handle.num_tokens, ep.hidden) if out is None else out
+        ep.combine_send(x, opened)
+        handle.is_sent = True
 
     @torch.no_grad()
     def receive() -> None:
