@@ -79,13 +79,15 @@ class TmaRowSender {
   // a copy.
   __device__ __forceinline__ void send_early(const Item& item, int num_bytes) {
     if (num_bytes - num_sent_ < kEarlyBytes) return;
-    let_tma_read();
+    fence_before_async_reads();
+    warp_.sync();
     if (warp_.rank() == 0) store_part(item, num_sent_, num_bytes - num_sent_);
     num_sent_ = num_bytes;
   }
 
   __device__ __forceinline__ void send_staged(const RowSource& row, const Item& item) {
-    let_tma_read();
+    fence_before_async_reads();
+    warp_.sync();
     if (warp_.rank() == 0) {
       put_in_stage(stage_, row, item);
       store_stage();
@@ -161,12 +163,6 @@ class TmaRowSender {
     item.dst_ranks.visit_from(item.first_dst_rank, [&](int rank) {
       tma_store(target_(item, rank) + first, part, static_cast<uint32_t>(num_bytes));
     });
-  }
-
-  // TMA may read what the warp has written.
-  __device__ __forceinline__ void let_tma_read() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    warp_.sync();
   }
 
   const Warp& warp_;

@@ -98,7 +98,7 @@ class TmaPieceSender {
   }
 
   __device__ __forceinline__ void send(const Item& item, int offset, int num_bytes, bool is_last) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // TMA reads what this thread has written
+    fence_before_async_reads();
     warp_.sync();
     if (warp_.rank() == 0) {
       const std::byte* piece = memory_ + stage_ * kStreamBytes;

@@ -79,10 +79,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       "r"(parity)
       : "memory");
 }
-// Orders this thread's writes to shared memory before reads by TMA or wgmma.
-__device__ __forceinline__ void fence_before_async_reads() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 // kThreads of the block's threads, whole warps.
 template <int kThreads>

@@ -25,6 +25,10 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
                  : "memory");
   }
 }
+// Orders this thread's writes to shared memory before reads by TMA or wgmma.
+__device__ __forceinline__ void fence_before_async_reads() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 __device__ __forceinline__ void tma_load(void* shared, const void* global, uint32_t num_bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(shared)),
