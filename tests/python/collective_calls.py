@@ -2,8 +2,10 @@
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import torch
+from on_device import settle
 
 import moe_a2a
 from moe_a2a.tables.collective_tables import MOST_IN_WORDS, Tables, model
@@ -119,3 +121,11 @@ def send_words(coll: moe_a2a.Collectives, most: int = MOST_IN_WORDS) -> moe_a2a.
     tables = model(coll.device.type, coll.num_ranks)
     coll.tables = Tables([replace(table, most_in_words=most) for table in tables], "test")
     return coll
+
+
+def check_barrier(coll, folder: str, step: int) -> None:
+    """No rank passes a barrier that another has not reached, as the files in `folder` say."""
+    Path(folder, f"{step} {coll.rank}").touch()
+    coll.barrier()
+    settle(coll)
+    assert all(Path(folder, f"{step} {rank}").exists() for rank in range(coll.num_ranks))

@@ -2,13 +2,12 @@
 from call to call; barrier."""
 
 import random
-from pathlib import Path
 
 import on_device
 import pytest
 import torch
-from collective_calls import ALGORITHMS, DTYPES, OPS, WORKSPACE, Calls, merged, values
-from on_device import cpu_only, run, settle
+from collective_calls import ALGORITHMS, DTYPES, OPS, WORKSPACE, Calls, check_barrier, merged, values
+from on_device import cpu_only, run
 from ranks import run_processes
 
 import moe_a2a
@@ -161,10 +160,7 @@ def test_many_calls_without_anything_between(session_seed):
 def barrier_program(group, folder: str) -> None:
     with moe_a2a.Collectives(group, WORKSPACE, timeout=20) as coll:
         for step in range(20):
-            Path(folder, f"{step} {coll.rank}").touch()
-            coll.barrier()
-            settle(coll)
-            assert all(Path(folder, f"{step} {rank}").exists() for rank in range(coll.num_ranks))
+            check_barrier(coll, folder, step)
             assert coll.all_reduce(torch.ones(3, device=coll.device)).tolist() == [coll.num_ranks] * 3
 
 

@@ -3,14 +3,13 @@
 import os
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import on_device
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from collective_calls import OPS
+from collective_calls import OPS, check_barrier
 from node_groups import groups, integers, run
 from ranks import DIED
 
@@ -70,10 +69,7 @@ def test_equals_one_level(split, session_seed):
 def barrier_program(world, num_nodes: int, num_local: int, folder: str) -> None:
     with TwoLevelCollectives(*groups(num_nodes, num_local), slice_nbytes=SLICE, timeout=20) as two:
         for step in range(10):
-            Path(folder, f"{step} {two.rank}").touch()
-            two.barrier()
-            on_device.settle(two)
-            assert all(Path(folder, f"{step} {rank}").exists() for rank in range(two.num_ranks))
+            check_barrier(two, folder, step)
 
 
 @pytest.mark.parametrize("split", [(2, 2), (3, 1)])
