@@ -388,7 +388,7 @@ void ExpertParallel::combine(DispatchHandle& handle, const CombineInput& input, 
   buffers_.expect_refusal(handle.buffer);
   const CombineRecvArgs recv = recv_args(handle, combined_x, place);
   const int num_senders = input.codec != LineCodec::kNone
-                              ? coded_combine_senders(num_blocks)
+                              ? coded_combine_senders(num_blocks, input.presummed, config().num_ranks)
                               : combine_senders(num_blocks, input.presummed, config().num_ranks);
   with_kind(send, handle, input, [&]<class SendArgs>(const SendArgs& args) {
     launch(BothCombineArgs<SendArgs>{args, recv, num_senders}, num_blocks, place.stream);

@@ -37,7 +37,7 @@ int resident_blocks(int wanted, int max_blocks);
 // How many of a fused launch's `num_blocks`, at least two, send.
 int dispatch_senders(int num_blocks);
 int combine_senders(int num_blocks, bool presummed, int num_ranks);
-int coded_combine_senders(int num_blocks);
+int coded_combine_senders(int num_blocks, bool presummed, int num_ranks);
 int product_senders(int num_blocks);  // the others multiply
 
 }  // namespace moe_a2a

@@ -158,6 +158,8 @@ TEST(LaunchTable, NoLaunchTakesMoreBlocksThanTheDeviceHolds) {
     for (const bool presummed : {false, true}) {
       EXPECT_GE(combine_senders(num_blocks, presummed, 4), 1);
       EXPECT_LT(combine_senders(num_blocks, presummed, 4), num_blocks);
+      EXPECT_GE(coded_combine_senders(num_blocks, presummed, 4), 1);
+      EXPECT_LT(coded_combine_senders(num_blocks, presummed, 4), num_blocks);
     }
   }
 }
