@@ -169,6 +169,7 @@ def by_tokens(name: str, baselines: dict[str, str], library: str = "NCCL") -> st
 
 
 BARE_NCCL = "bare all_gather + reduce_scatter, NCCL"
+REGISTERED_NCCL = "registered all_gather + reduce_scatter, NCCL"
 
 
 def with_deep_ep(name: str) -> str:
@@ -186,10 +187,13 @@ def with_deep_ep(name: str) -> str:
             of.append(joined(dispatch, find(system, "dispatch", "fp8+presummed"), combine))
         of.append(joined(*(find("DeepEP V1 low-latency", step, "fp8") for step in ("dispatch", "combine"))))
         of.append(joined(*(find(BARE_NCCL, step, "rows") for step in ("dispatch", "combine"))))
-        return [*of, joined(*of_rows(OURS, "floor_us"))]
+        registered = [find(REGISTERED_NCCL, step, "rows") for step in ("dispatch", "combine")]
+        return [*of, *([joined(*registered)] if has_registered else []), joined(*of_rows(OURS, "floor_us"))]
 
+    has_registered = any(record["system"] == REGISTERED_NCCL for record in results(name)["records"])
     systems = [f"{name}: dispatch bf16 / fp8 / combine" for name in ("moe_a2a", "DeepEP V2", "DeepEP V1 normal")]
-    others = ["DeepEP V1 low-latency, fp8", "NCCL all-gather / reduce-scatter", "floor bf16"]
+    nccl = ["NCCL all-gather / reduce-scatter", *(["on registered memory"] if has_registered else [])]
+    others = ["DeepEP V1 low-latency, fp8", *nccl, "floor bf16"]
     return table(["tokens per rank", *systems, *others], dispatch_combine(name, columns))
 
 
@@ -228,6 +232,7 @@ def chains(name: str) -> str:
         "bf16, presummed": (OURS, "presummed"),
         "fp8, presummed": (OURS, "fp8+presummed"),
         "NCCL all-gather + reduce-scatter": (BARE_NCCL, "rows"),
+        "NCCL, registered memory": (REGISTERED_NCCL, "rows"),
     }
     times: dict[int, dict[tuple[str, str], float]] = {}
     for record in results(name)["records"]:

@@ -29,11 +29,16 @@ BASELINES: dict[str, Any] = {
     "sort": torch_baselines.SortAllToAll,
     "all_gather": torch_baselines.AllGatherReduceScatter,
     "collectives": torch_baselines.BareCollectives,
+    "registered": torch_baselines.RegisteredCollectives,
     "deep_ep_v1": deep_ep.Normal,
     "deep_ep_v1_fp8": deep_ep.NormalFp8,
     "deep_ep_v1_ll": deep_ep.LowLatency,
     "deep_ep_v2": deep_ep.Elastic,
     "deep_ep_v2_fp8": deep_ep.ElasticFp8,
+}
+CHAINS: dict[str, Any] = {
+    "collectives": torch_baselines.BareCollectivesInChains,
+    "registered": torch_baselines.RegisteredCollectivesInChains,
 }
 
 
@@ -106,15 +111,14 @@ def _contenders(
                 yield OursInGraphs(ep, inputs, mode, blocks)
             if plan.chain and inputs.x.is_cuda:
                 yield OursInChains(ep, inputs, mode, blocks)
-    if plan.chain and inputs.x.is_cuda and "collectives" in plan.baselines:
-        yield torch_baselines.BareCollectivesInChains(case, inputs)
     for name in plan.baselines:
-        baseline = BASELINES[name]
-        if why := baseline.why_not(case, inputs.x.device):
+        if why := BASELINES[name].why_not(case, inputs.x.device):
             leave_out(results.left_out, name, "", why)
             continue
         try:
-            yield together(partial(baseline, case, inputs))
+            if plan.chain and name in CHAINS and inputs.x.is_cuda:
+                yield together(partial(CHAINS[name], case, inputs))
+            yield together(partial(BASELINES[name], case, inputs))
         except FailedSomewhereError as error:
             leave_out(results.left_out, name, str(case), str(error))
 

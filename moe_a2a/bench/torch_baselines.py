@@ -80,7 +80,41 @@ class BareCollectives(AllGatherReduceScatter):
         baselines.reduce_scatter_single(self._sums, self._gathered)
 
 
+class RegisteredCollectives(BareCollectives):
+    """The same on memory that NCCL has registered as symmetric (NCCL 2.27, PyTorch 2.9): its kernels access the other
+    ranks' tensors directly."""
+
+    name = "registered all_gather + reduce_scatter"
+
+    def __init__(self, case: Case, inputs: Inputs):
+        group: Any = dist.group.WORLD
+        self._backend = group._get_backend(inputs.x.device)
+        self._pool = torch.cuda.MemPool(self._backend.mem_allocator)
+        super().__init__(case, inputs)
+        self._gather()  # creates the communicator, with which the memory is registered
+        self._backend.register_mem_pool(self._pool, symm=True)
+
+    @staticmethod
+    def why_not(case: Case, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "NCCL registers memory of GPUs"
+
+    def _empty(self, rows: int, hidden: int) -> Tensor:
+        with torch.cuda.use_mem_pool(self._pool):
+            return super()._empty(rows, hidden)
+
+    def close(self) -> None:
+        super().close()
+        self._backend.deregister_mem_pool(self._pool)
+
+
 class BareCollectivesInChains(BareCollectives):
+    launch = "chain"
+
+    def steps(self) -> list[Step]:
+        return [chain(self._gather, self._scatter, self._x)]
+
+
+class RegisteredCollectivesInChains(RegisteredCollectives):
     launch = "chain"
 
     def steps(self) -> list[Step]:
