@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import platform
@@ -36,11 +37,24 @@ def about(device: torch.device) -> dict[str, Any]:
             "torch": torch.__version__,
             "CUDA": torch.version.cuda,
             "HIP": torch.version.hip,
-            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+            "NCCL": _nccl() if on_gpu else None,
             "deep_ep": installation.version("deep_ep"),
             "deep_gemm": installation.version("deep_gemm"),
         },
     }
+
+
+def _nccl() -> str:
+    """The version of the library in use, which LD_PRELOAD may have put in place of the one that PyTorch was built with."""
+    number = ctypes.c_int()
+    try:
+        library = ctypes.CDLL(
+            "librccl.so.1" if torch.version.hip else "libnccl.so.2", mode=os.RTLD_NOW | os.RTLD_NOLOAD
+        )
+        library.ncclGetVersion(ctypes.byref(number))
+    except OSError:  # linked into PyTorch
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def _processor() -> str:
