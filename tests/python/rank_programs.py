@@ -40,16 +40,16 @@ def report_twice(report, word):
 
 
 def resources(report):
-    """Those of the rank's process: open files, mappings, threads, resident bytes, GPU bytes."""
+    """Those of the rank's process: open files, mappings, threads, resident bytes; and the bytes in use on its GPU."""
     import torch
 
     gc.collect()
     status = Path("/proc/self/statm").read_text().split()
-    on_gpu = sum(torch.cuda.memory_reserved(gpu) for gpu in range(torch.cuda.device_count()))
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_initialized() else (0, 0)
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "mappings": sum(1 for _ in open("/proc/self/maps")),
         "threads": len(os.listdir("/proc/self/task")),
         "bytes": int(status[1]) * os.sysconf("SC_PAGE_SIZE"),
-        "gpu_bytes": on_gpu,
+        "gpu_bytes": total - free,
     }
