@@ -203,14 +203,19 @@ class DispatchHandle:
 
     def _routing_as_sent(self, rank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The routing, for a dispatch along it. Raises ValueError if the caller has changed it in place since."""
-        now = _versions_of(*self._routing)
-        if now != self._versions:
-            name = "topk_weights" if now and self._versions and now[0] == self._versions[0] else "topk_idx"
+        if name := self._changed_in_place():
             raise ValueError(
                 f"{name} of handle has been changed in place since its dispatch on rank {rank}; pass {name}.clone() to that "
                 "dispatch, or the new routing instead of handle"
             )
         return self._routing
+
+    def _changed_in_place(self) -> str:
+        """Which of "topk_idx" and "topk_weights" the caller has changed in place since the dispatch; "" if neither."""
+        now = _versions_of(*self._routing)
+        if now == self._versions:
+            return ""
+        return "topk_weights" if now and self._versions and now[0] == self._versions[0] else "topk_idx"
 
     def _read(self, value: torch.Tensor) -> int:
         read = int(value)

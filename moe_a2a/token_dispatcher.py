@@ -21,7 +21,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -246,10 +246,14 @@ class _Exchange:
             if handle.is_open:  # else combine() says so, to the peers too
                 with calls.combine_refused_if_failed(handle):
                     self._check_y(y)
-                    if arguments.checked_bool(self.ep.rank, "weighted", weighted):
-                        self._check_unchanged(weights)
-                    else:
+                    if weights.requires_grad and handle._changed_in_place() == "topk_idx":  # backward sends along it
+                        self._refuse_change("topk_idx", "pass topk_idx.clone() to dispatch()")
+                    if not arguments.checked_bool(self.ep.rank, "weighted", weighted):
                         make_unweighted(handle)
+                    elif not weights.is_inference() and weights._version > 0:
+                        self._refuse_change(
+                            "routes.weights", "scale y instead, or apply the weights to y and pass weighted=False"
+                        )
             return self.ep.combine(y, handle, wire=wire)
 
     def _count_rows(self) -> int:
@@ -273,13 +277,9 @@ class _Exchange:
                 "row for each"
             )
 
-    def _check_unchanged(self, weights: Tensor) -> None:
+    def _refuse_change(self, name: str, advice: str) -> NoReturn:
         """A change would affect the gradients but not the sums."""
-        if not weights.is_inference() and weights._version > 0:
-            raise ValueError(
-                f"routes.weights has been changed in place since dispatch() on rank {self.ep.rank}; scale y instead, or apply the "
-                "weights to y and pass weighted=False"
-            )
+        raise ValueError(f"{name} has been changed in place since dispatch() on rank {self.ep.rank}; {advice}")
 
     # ---- backward: the gradient of out, then those of rows and weights
 

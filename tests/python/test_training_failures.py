@@ -53,6 +53,20 @@ def changed_weights(ep, layer, x, topk_idx, topk_weights):
         dispatcher.combine(rows, routes)
 
 
+def changed_routing(ep, layer, x, topk_idx, topk_weights):
+    """The backward pass of combine() took the change for its routes: wrong gradients, unless that of dispatch() raised too."""
+    dispatcher, topk_idx = moe_a2a.TokenDispatcher(ep), topk_idx.clone()
+    rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+    with fails_for(ep, ValueError, "topk_idx has been changed in place"):
+        if ep.rank == REFUSER:
+            topk_idx.copy_(topk_idx.flip(0))
+        dispatcher.combine(rows, routes)
+    with torch.no_grad():  # no backward pass needs it
+        rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
+        topk_idx.copy_(topk_idx.flip(0))
+        dispatcher.combine(rows, routes)
+
+
 def experts_fail(ep, layer, x, topk_idx, topk_weights):
     dispatcher = moe_a2a.TokenDispatcher(ep)
     rows, routes = dispatcher.dispatch(x, topk_idx, topk_weights)
@@ -170,6 +184,7 @@ FAILURES = {
     "y": bad_y,
     "routes": bad_routes,
     "weights": changed_weights,
+    "routing": changed_routing,
     "experts": experts_fail,
     "num_max_routes": bad_bound,
     "more than num_max_routes": no_room,
