@@ -84,7 +84,11 @@ class MoELayer(nn.Module):
         Raises as ExpertParallel.dispatch() and combine(). If one rank raises anything before its combine, the others raise
         PeerRefusedError, and the layer stays usable on all."""
         if self._needs_grad(hidden_states, topk_weights) and not torch.compiler.is_exporting():
-            # Breaks a graph that is being compiled.
+            if torch.compiler.is_dynamo_compiling():
+                torch._dynamo.graph_break(
+                    msg="a MoELayer that is recorded for a backward pass breaks a graph (docs/compile.md); compile without "
+                    "fullgraph=True, or call it under torch.no_grad()"
+                )
             recorded = torch.compiler.disable(self._recorded) if is_tracing() else self._recorded
             return recorded(hidden_states, topk_idx, topk_weights)
         if is_tracing():
