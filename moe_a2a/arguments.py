@@ -102,7 +102,7 @@ def checked_routing_of(rank: int, x: torch.Tensor, topk_idx: Any, topk_weights: 
         raise ValueError(f"both handle= and topk_idx or topk_weights given on rank {rank}; pass one or the other")
     if x.dim() and len(x) != len(routing[0]):
         raise ValueError(
-            f"x has {len(x)} rows on rank {rank}, but the dispatch of handle had {len(routing[0])}; pass as many rows, or topk_idx"
+            f"x has {len(x)} rows on rank {rank}, but the dispatch of handle had {len(routing[0])}; pass that many, or topk_idx"
         )
     return routing
 
@@ -142,7 +142,9 @@ def checked_float(rank: int, name: str, value: Any, least: float) -> float:
     """A finite number of at least `least`."""
     number = checked_number(rank, name, value)
     if not (math.isfinite(number) and number >= least):
-        raise ValueError(f"{name}={shown(value)} is not a finite number >= {least:g} on rank {rank}; pass one")
+        raise ValueError(
+            f"{name}={shown(value)} is not a finite number >= {least:g} on rank {rank}; pass such a number"
+        )
     return number
 
 

@@ -33,12 +33,12 @@ class Collectives(CommunicatorClient):
 
     Args:
         group: a Communicator, or what a Communicator takes.
-        max_nbytes: bytes of a tensor that the workspace holds, on the CPU at most 256 KiB; larger tensors are sent in
+        max_nbytes: bytes of a tensor that fit into the workspace, on the CPU at most 256 KiB; larger tensors are sent in
             slices. The object takes 2 + 2 / num_ranks times as much memory, plus about 150 KiB per rank (see `nbytes`). The
             same on every rank.
         symmetric_nbytes: memory for tensors made by empty(), which every rank can read and write. The same on every rank.
         num_blocks: limit on the blocks (CPU: threads) of a kernel; the rest of the device is free for other work, and for the
-            other objects of this process. 0: what the table says, or for large tensors as many as run at once.
+            other objects of this process. 0: what the table says, or for large tensors as many as can run at once.
         table: the file of a measured table, instead of the one that fits this GPU; see docs/tuning.md. The same on every rank.
         device, timeout: for the Communicator that is made if `group` is not one.
 
@@ -139,8 +139,8 @@ class Collectives(CommunicatorClient):
                 more; all ranks still get the same bits. Each rounding is off by at most one step: the block's
                 largest magnitude / 128, / 32 or / 8 (fp8: 1/16 of the value, or a 458,752th of that magnitude).
                 A NaN or infinity turns its whole block into NaNs. "auto": by size, the codec with the fewest bits, or none.
-            max_error: largest error that the caller allows, see moe_a2a.codecs.max_error(): "auto" respects it, and a codec
-                that may exceed it is refused. With codec=None it implies codec="auto".
+            max_error: largest error that the caller allows, as defined by moe_a2a.codecs.max_error(). "auto" respects it; a
+                codec that may exceed it is refused. With codec=None it implies codec="auto".
             out: the tensor to write to, with the shape of x; may be x. Default: a new tensor.
 
         Raises:
@@ -232,7 +232,7 @@ class Collectives(CommunicatorClient):
         self._open_core().barrier()
 
     def refused_if_failed(self) -> AbstractContextManager[None]:
-        """Wraps work that precedes a call, for which the peers may already wait: if it fails, the call is refused."""
+        """Wraps work that precedes a call, for which the peers may already wait: if that work fails, the call is refused."""
         return calls.refused_if_failed(self)
 
     def capabilities(self) -> capabilities.Capabilities:

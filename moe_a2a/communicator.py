@@ -25,11 +25,11 @@ class Communicator(Client):
         group: the ranks. A torch.distributed group (None: the default group), a one-dimensional DeviceMesh, an mpi4py
             communicator, an element of thread_group(n), or HandleExchange(rank, num_ranks) to carry the handles yourself.
         device: where tensors live; default: the device in the environment variable MOE_A2A_DEVICE, else this process's
-            GPU if this build has its target, else the CPU.
+            GPU if this build has kernels for it, else the CPU.
         timeout: seconds after which a wait for another rank raises PeerTimeoutError.
         ordered: all ranks make the calls of all clients in the same order. On a GPU they then run one after another, whatever
-            their streams, and each may use every SM; else clients share the SMs, since their kernels may wait for peers side
-            by side.
+            their streams, and each may use every SM; else clients share the SMs, since their kernels may wait for peers at
+            the same time.
 
     Every rank makes the same clients in the same order, and closes them before the communicator. A missing rank is
     missing for all clients: once one of them gives up waiting for it, the others' waits end too.

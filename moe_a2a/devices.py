@@ -17,7 +17,7 @@ def target_of(device: torch.device) -> str:
         return "cpu"
     if device.type == "cuda":
         return "hip" if torch.version.hip else "cuda"
-    raise ValueError(f"device={str(device)!r} has no target; pass a cpu or cuda device")
+    raise ValueError(f"device={str(device)!r} is not supported; pass a cpu or cuda device")
 
 
 def default_device() -> torch.device:

@@ -32,21 +32,21 @@ class ExpertParallel(CommunicatorClient):
         num_max_tokens_per_rank: the most tokens that a rank dispatches in one call (T).
         dtype: of x, y and the result: float32, float16 or bfloat16.
         device: where tensors live; default: the device in the environment variable MOE_A2A_DEVICE, else the current GPU
-            if this build has its target, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
+            if this build has kernels for it, else the CPU. Under torchrun, a process whose current GPU is still GPU 0 takes
             the GPU of its LOCAL_RANK and makes it the current one. Two ranks on one GPU are refused.
         num_buffers: dispatches that may be open at once.
         timeout: seconds after which a wait for another rank, here or in a call, raises PeerTimeoutError. Ignored if
             `group` is a Communicator, which has its own.
         num_blocks: blocks (CPU: threads) of every kernel unless a call says otherwise; 0: from the launch table. On a GPU
             at most what the device has, shared evenly with this process's other objects on it.
-        num_max_ll_tokens: a rank's batch of at most this many tokens sends its routing as LL words, which carry their epoch
-            beside their data: fewer steps, more bytes. Its rows to the other ranks, up to 1 MiB (float8: 1.5 MiB), and their
-            sums for it, up to 3 MiB, travel the same way. None: the device's default; 0: never. The same on every rank; takes
+        num_max_ll_tokens: a batch of at most this many tokens sends its routing as LL words, each with data and its epoch:
+            fewer steps, more bytes. Rows of up to 1 MiB for the other ranks together (float8: 1.5 MiB), and up to 3 MiB of
+            sums that come back, travel the same way. None: the device's default; 0: never. The same on every rank; takes
             memory for that many rows of every rank.
         launch_table: the file of a tuned table, instead of the one that fits this GPU; see docs/tuning.md.
 
     Every rank makes the same calls in the same order; numbers of tokens may differ, and may be zero. Work is queued on
-    PyTorch's current stream of the device. Memory: see `nbytes`. The constructor raises as that of a Communicator.
+    PyTorch's current stream of the device. Memory: see `nbytes`. The constructor raises what that of Communicator raises.
 
     Threads: any thread may make a rank's calls. Calls are serialised: each waits, without the GIL, until the previous
     one has ended; their order must be the other ranks' order. close() is the exception: it ends the wait of a call in
@@ -55,7 +55,7 @@ class ExpertParallel(CommunicatorClient):
     Processes: in a forked child every call raises RuntimeError; dropping or closing the object there is harmless.
 
     Signals: on the CPU a wait in the main thread runs Python's signal handlers. If one raises, as for Ctrl-C, the call
-    ends, the peers raise PeerTimeoutError that names this rank, and the object is out of use: close it. On
+    ends, the peers raise PeerTimeoutError that names this rank, and the object is unusable from then on: close it. On
     a GPU the kernels wait, and only `timeout` ends a wait.
     """
 
@@ -149,9 +149,9 @@ class ExpertParallel(CommunicatorClient):
                 layout="expert_major" takes an alignment (1 to 256).
             x_scales: with float8 x: [num_tokens, ceil(H / 128)] float32, or [num_tokens, ceil(H / 32)] uint8 or
                 float8_e8m0fnu (MXFP8). They travel bit for bit. All ranks pass float32, or all ranks pass bytes.
-            quantize: "fp8": quantises rows on the way, a scale per 128 values (amax / 448; gfx942: 240). On all ranks or none.
+            quantize: "fp8": quantises rows on the way, with a scale per 128 values (amax / 448; gfx942: / 240). All ranks or none.
             num_max_tokens_per_rank: an upper bound on every rank's tokens in this call. T is then the next power of two, at
-                most the object's T, and experts that take all R * T rows get fewer. None: T of the object or of `handle`.
+                most the object's T, and experts that take all R * T rows get fewer rows. None: T of the object or of `handle`.
                 Must give the same T on every rank.
             num_blocks: blocks (CPU: threads) that the kernels use; 0: the object's num_blocks, or the launch table's.
 
@@ -206,7 +206,7 @@ class ExpertParallel(CommunicatorClient):
 
         Raises: as dispatch(). After an error of its own, or PeerRefusedError, all ranks may retry the combine with the
         same handle and the same y while handle.is_open. The handle is closed if the other rank has released its own, or
-        has none because its dispatch() raised RoutingError, and on a GPU once this rank has dispatched onto the same
+        has none because its dispatch() raised RoutingError, and on a GPU once this rank has dispatched into the same
         buffer. If a rank retries at once, its sums may reach a peer in time; that peer then raises nothing.
         A rank that needs no sum from the failed one ends its combine normally.
         """
@@ -238,12 +238,13 @@ class ExpertParallel(CommunicatorClient):
         """Runs SwiGLU experts over the received rows and combines their outputs: [num_tokens, H].
 
         Args:
-            handle: of the dispatch, any layout; valid for one combine. With layout="masked" the kernels multiply whole blocks.
+            handle: of the dispatch, any layout; valid for one combine. For layout="masked" the
+                kernels multiply all R * T rows of each expert.
             w_gate_up, w_down: [E_local, 2 * I, H] and [E_local, H, I] of `dtype`, or each (float8 values, scales); see
                 MoELayer. For float8 weights dispatch with quantize="fp8".
             fused: True: use kernels that gather their rows and never synchronise with the host; False: step by step in
                 PyTorch; None: kernels on a GPU if they can run: bfloat16 or float16 rows, sizes that are multiples of 16.
-            fused_combine: True: the kernel of the second product also sends the sums, each once its terms are complete;
+            fused_combine: True: the kernel of the second product also sends the sums, each as soon as its terms are complete;
                 an error for layout="masked" and for batches whose sums may return as LL words (at most num_max_ll_tokens
                 tokens and 3 MiB of sums). False: first the product, then the combine. None: the same as False, since
                 a fused layer took between 3 % less and 4 % more time on 4 H200 (docs/benchmarks.md). The bits are the same.

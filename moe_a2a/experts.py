@@ -40,8 +40,8 @@ def run_and_combine(
 def _check_scales(handle: DispatchHandle) -> None:
     if handle._scales_dtype is not None:
         raise ValueError(
-            f"handle of a dispatch with x_scales of {handle._scales_dtype} on rank {handle.ep.rank}; these experts take a float32 "
-            "per 128 values: pass such x_scales, or run experts of your own between dispatch() and combine()"
+            f"handle is of a dispatch with x_scales of {handle._scales_dtype} on rank {handle.ep.rank}; these experts take "
+            "one float32 scale per 128 values: dispatch with such x_scales, or run experts of your own"
         )
 
 
@@ -194,7 +194,7 @@ def runs_kernels(ep: AnyExpertParallel, weights: ExpertWeights, row_dtype: torch
     if fused is None:
         return why_not is None and ep.device.type != "cpu"
     if fused and why_not is not None:
-        raise ValueError(f"fused=True, but {why_not} on rank {ep.rank}; pass fused=None for step by step in PyTorch")
+        raise ValueError(f"fused=True, but {why_not} on rank {ep.rank}; pass fused=None to run step by step in PyTorch")
     return fused
 
 
@@ -227,7 +227,7 @@ def check_options(ep: AnyExpertParallel, fused: Any, fused_combine: Any, wire: A
     codecs.checked_index(ep.rank, "wire", wire)
     if wire is not None and fused_combine:
         raise ValueError(
-            f'wire="{wire}" with fused_combine=True on rank {ep.rank}: the fused kernel sends its sums as they are; pass '
+            f'wire="{wire}" with fused_combine=True on rank {ep.rank}: the fused kernel sends its sums without a codec; pass '
             "fused_combine=None"
         )
     if num_max_routes is not None:

@@ -37,16 +37,16 @@ def grouped_gemm(
     expert_offsets[e + 1].
 
     The kernel gathers the rows, pads no expert's rows and needs nothing from the host: a CUDA graph can capture the call
-    and replay it with other lists. Sums are fp32, and activation and bias apply to them; same inputs, same bits. Sizes that
-    are multiples of 128 (hidden: of 64) are fastest.
+    and replay it with other lists. Sums are fp32; activation and bias are applied to them. The same inputs give the same
+    bits. Sizes that are multiples of 128 (hidden: of 64) are fastest.
 
     Args:
         x: [rows, hidden], bfloat16, float16 or float8, `hidden` a multiple of 16; a handle's recv_x as it is. Rows may have any
             stride that is a multiple of 16 bytes.
         row_index: int32 [num_routes]: the row of x of each position, -1 for a row of zeros; a handle's
             expert_row_index. None: position i is row i of x.
-        expert_offsets: int32 [num_experts + 1], never decreasing, at most num_routes. Only if they are a handle's own, not a
-            copy, does moe_a2a.trace() show the product.
+        expert_offsets: int32 [num_experts + 1], never decreasing, at most num_routes. moe_a2a.trace() records the product
+            only if this is a handle's own tensor, not a copy.
         w: [num_experts, columns, hidden] of the dtype of x, contiguous. columns is a multiple of 16; if gated it is
             2 * intermediate, the gate's rows before the up projection's, as in MoELayer.
         activation: f, one of None, "silu", "gelu", "gelu_tanh", "relu2"; "swiglu" is "silu" with gated=True.
@@ -61,8 +61,8 @@ def grouped_gemm(
             ceil(intermediate / 128) of the gate's rows before those of up's.
         out_dtype: with float8 x: bfloat16 (the default) or float16.
         quantize_output: with float8 x and SwiGLU: the result is float8 with scales, usable as x of the next product.
-        num_blocks: limit on the blocks of the launch (CPU: threads, at most 1024). 0: one per multiprocessor, the most. Fewer
-            leave multiprocessors to concurrent kernels.
+        num_blocks: limit on the blocks of the launch (CPU: threads, at most 1024). 0: one per multiprocessor, which is the
+            maximum. Fewer blocks leave multiprocessors to concurrent kernels.
 
     Returns: [num_routes, columns] (if gated [num_routes, intermediate]); with quantize_output (y, y_scales), y_scales
     [num_routes, ceil(intermediate / 128)]. The contents of rows whose positions belong to no expert are unspecified.
@@ -86,9 +86,7 @@ def grouped_gemm(
     if is_float8 and x.dtype != float8_dtype(x.device):
         raise TypeError(f"x has dtype {x.dtype}, expected {float8_dtype(x.device)}, the float8 type of {x.device}")
     if quantize_output and out_dtype is not None:
-        raise ValueError(
-            f"out_dtype={out_dtype} with quantize_output=True, whose result is float8; leave out_dtype out"
-        )
+        raise ValueError(f"out_dtype={out_dtype} with quantize_output=True, whose result is float8; omit out_dtype")
     if quantize_output and not is_float8:
         raise TypeError(f"quantize_output=True with x of {x.dtype}: it takes float8 x with x_scales and w_scales")
     if activation is not None and not isinstance(activation, str):

@@ -43,7 +43,7 @@ class DispatchHandle:
 
     Tensors are views of the ExpertParallel's own memory, on its device. Writing to them changes what this rank's experts
     read, never where a kernel reads or writes. They are valid until combine() returns or release() is called; afterwards
-    reading their property raises RuntimeError. expert_x, expert_x_scales, recv_rows and recv_topk() are copies, which stay
+    their properties raise RuntimeError. expert_x, expert_x_scales, recv_rows and recv_topk() are copies, which stay
     valid; contiguous_rows() copies only if it must.
 
     Sizes: R ranks, T = num_max_tokens_per_rank of the dispatch, K = num_topk, E_local experts here, H hidden. Rows are of
@@ -97,7 +97,7 @@ class DispatchHandle:
 
     @property
     def expert_alignment(self) -> int:
-        """What each expert's positions start at a multiple of; 1 except for layout="expert_major"."""
+        """Each expert's positions start at a multiple of this number; it is 1 except for layout="expert_major"."""
         return self._handle.expert_alignment
 
     @property
@@ -174,9 +174,9 @@ class DispatchHandle:
         the order of its choices, then -1 with weight 0; -1 throughout in rows whose tokens were not sent here. New tensors
         [R * T, K], the second float32, made by one kernel and without the host.
 
-        first_expert: added to the ids; pass rank * E_local for ids of all experts. no_expert: in place of -1; None: the ids of the
-        other ranks' experts in turn (on a single rank first_expert), for kernels that take ids of all experts and skip the other
-        ranks', but first count the rows of each id. dtype: of the ids, torch.int32 or torch.int64.
+        first_expert: added to the ids; pass rank * E_local to get global ids. no_expert: the id to use instead of -1. None: the
+        ids of other ranks' experts in turn (on a single rank first_expert), for kernels that take global ids, skip those of other
+        ranks, but first count the rows of every id. dtype: of the ids, torch.int32 or torch.int64.
 
         A kernel that weights and sums a row's experts itself (the fused MoE of another library) takes recv_x with these two;
         its result goes to combine(..., presummed=True)."""
@@ -189,9 +189,9 @@ class DispatchHandle:
         return topk
 
     def contiguous_rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """recv_x and, for float8 rows, recv_x_scales (else None), for kernels that accept no row stride: recv_x itself if it has no
-        gaps between rows, as in the object's dtype if a row is a multiple of 128 bytes; else copies, in which rows whose tokens
-        were not sent here are uninitialised. For layout="rows". One kernel copies, without the host."""
+        """(recv_x, recv_x_scales or None) without gaps between rows, for kernels that accept no row stride. recv_x itself if it has
+        no gaps, as for rows of the object's dtype that are a multiple of 128 bytes long. Otherwise copies, in which rows whose
+        tokens were not sent here are uninitialised; one kernel makes them, without the host. Only for layout="rows"."""
         if self.layout != "rows":
             raise RuntimeError(
                 f'contiguous_rows() exists only for layout="rows", this handle has layout="{self.layout}"; read expert_x'

@@ -173,8 +173,8 @@ class MoELayer(nn.Module):
         if self._weights().is_float8 or self.fused or self.fused_combine:
             what = "fused=True" if self.fused else "fused_combine=True" if self.fused_combine else "float8 weights"
             raise RuntimeError(
-                f"MoELayer was called in grad mode on rank {self.ep.rank}, and with {what} it has no backward; call it under "
-                "torch.no_grad(), or make one without"
+                f"MoELayer was called in grad mode on rank {self.ep.rank}, but with {what} it has no backward; call it under "
+                f"torch.no_grad(), or make a layer without {what}"
             )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoELayer:
@@ -254,7 +254,7 @@ def _as_given(
 def _as_parameter(name: str, weight: torch.Tensor) -> nn.Parameter:
     if weight.requires_grad and not weight.is_leaf:
         raise ValueError(
-            f"{name} is computed from a tensor that requires grad, which a parameter of the layer would not reach; pass a leaf, "
+            f"{name} is computed from a tensor that requires grad, and the layer would cut it off from that tensor; pass a leaf, "
             f"such as {name}.detach().clone()"
         )
     return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=weight.requires_grad)

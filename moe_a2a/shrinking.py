@@ -15,7 +15,7 @@ log = logging.getLogger("moe_a2a")
 
 
 def shrink(ep: ExpertParallel, *, lost: Iterable[int] = (), timeout: float | None = None) -> ExpertParallel:
-    """Closes `ep` and returns an ExpertParallel of the surviving ranks, each with the experts that it had.
+    """Closes `ep` and returns an ExpertParallel of the surviving ranks; each keeps its experts.
 
         try:
             out = layer(ep, x, topk_idx)
@@ -24,8 +24,8 @@ def shrink(ep: ExpertParallel, *, lost: Iterable[int] = (), timeout: float | Non
             out = layer(ep, x, ep.expert_map[topk_idx])
 
     Every rank that is alive calls it; see survivors(), which finds them. If one dies before the new object is made, the
-    others agree again. `ep.group.ranks` and `ep.group.lost` say which ranks of the original group are left and gone,
-    `ep.expert_map` which experts: it maps the ids that the original object had, also after several faults.
+    others agree again. `ep.group.ranks` and `ep.group.lost` say which ranks of the original group are left and
+    which are lost. `ep.expert_map` maps the expert ids of the original object to the new ones, also after several faults.
 
     `ep` may already be closed. It must have been made on a group, not on a Communicator, which may have other clients.
 
@@ -41,7 +41,7 @@ def shrink(ep: ExpertParallel, *, lost: Iterable[int] = (), timeout: float | Non
     if not ep._owns_comm:
         raise RuntimeError(
             f"this ExpertParallel is on a Communicator, which other objects may share (rank {ep.rank}); make "
-            "Communicator(survivors(communicator)), new objects on it, and the table by moe_a2a.expert_map()"
+            "Communicator(survivors(communicator)), new objects on it, and the map of experts with moe_a2a.expert_map()"
         )
     survivor_group.check_can_agree(ep.group)
     suspects = sorted(survivor_group.checked_lost(ep.group, lost))

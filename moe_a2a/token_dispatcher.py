@@ -76,7 +76,7 @@ class TokenDispatcher:
     Args:
         ep: the ranks and their memory. Dispatchers of the same `ep` share a Collectives, which all ranks make together with
             the first of them and which is closed with `ep`.
-        collectives: to use instead, on the same ranks. Required if the caller carries the handles (HandleExchange).
+        collectives: a Collectives of the same ranks to use instead. Required with HandleExchange.
 
     In grad mode a backward pass through both calls runs a dispatch, a reduce-scatter and a combine, on every rank and
     whatever requires grad there. So all ranks run the same calls, in the same mode, and pass backward through the same
@@ -111,8 +111,8 @@ class TokenDispatcher:
         Args:
             x, topk_idx, topk_weights: as for ExpertParallel.dispatch(); x of the dtype of `ep`.
             expert_alignment: each expert's rows begin at a multiple of it, with rows of zeros between.
-            num_max_routes: rows to return, which must hold any batch; the rows behind the last route are zeros. None: as
-                many as there are, which the host reads: it synchronises with the device. More routes raise ValueError on
+            num_max_routes: number of rows to return, enough for any batch; the rows behind the last route are zeros. None:
+                one per route; to learn how many, the host synchronises with the device. More routes raise ValueError on
                 the CPU; on a GPU they are left out of rows and offsets, and check() raises RoutingError.
 
         Raises: as ExpertParallel.dispatch().
@@ -143,9 +143,7 @@ class TokenDispatcher:
         if not isinstance(routes, Routes):
             with self._newest_refused_if_failed():
                 name = type(routes).__name__
-                raise TypeError(
-                    f"routes is a {name} on rank {self.ep.rank}; pass what dispatch() returned beside the rows"
-                )
+                raise TypeError(f"routes is a {name} on rank {self.ep.rank}; pass the routes that dispatch() returned")
         exchange = routes._exchange
         with exchange.combine_refused_if_failed():
             arguments.check_not_transformed(self.ep.rank, "TokenDispatcher")

@@ -80,7 +80,7 @@ def some_of(names: Iterable[str], or_none: bool = False) -> Callable[[str], list
             return []
         unknown = [name for name in text.split(",") if name not in names]
         if unknown:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: unknown; pass some of {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: unknown; pass one or more of {', '.join(names)}")
         return text.split(",")
 
     return parse

@@ -53,8 +53,8 @@ def thread_group(num_ranks: int) -> list[ThreadGroup]:
 
 
 class HandleExchange:
-    """Ranks without a channel of their own: the caller carries what ep.get_comm_handle() returns to ep.set_comm_handles() of
-    every rank, for example between Ray actors."""
+    """For ranks that have no means to exchange data, such as Ray actors: the caller passes what ep.get_comm_handle() returns on
+    each rank to ep.set_comm_handles() on every rank."""
 
     def __init__(self, rank: int, num_ranks: int):
         self.num_ranks = checked_int(None, "num_ranks", num_ranks, 1)

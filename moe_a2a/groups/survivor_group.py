@@ -40,7 +40,7 @@ class SurvivorGroup(MeetingGroup):
 def survivors(of: Any = None, *, lost: Iterable[int] = (), timeout: float | None = None) -> SurvivorGroup:
     """Agrees with the other ranks on who is left, and returns the group of those.
 
-    Every rank that is alive calls it, after a PeerTimeoutError or to go on with fewer ranks. A rank counts as alive if its
+    Every rank that is alive calls it, after a PeerTimeoutError or to continue with fewer ranks. A rank counts as alive if its
     call begins before the others have decided: when all are there, or `timeout` seconds after the first of them began to
     wait. All calls that return have the same list. A list may contain a rank that died after its call had begun; then the
     next object made on the group names it in a PeerTimeoutError, and survivors() of that group leaves it out.
@@ -54,7 +54,7 @@ def survivors(of: Any = None, *, lost: Iterable[int] = (), timeout: float | None
         timeout: seconds; None: that of the object, or 30 for a group. The same on every rank, and longer than a rank may
             compute between two calls.
 
-    Objects made on the old group are not closed; close them. The old group is of no further use.
+    Objects made on the old group are not closed; close them. The old group cannot be used any more.
 
     Raises:
         LeftOutError: the others have decided without this rank.
@@ -101,7 +101,7 @@ def check_can_agree(group: Any) -> None:
     who = f"the ranks cannot agree on who is left (rank {group.rank})"
     if isinstance(group, HandleExchange):
         raise RuntimeError(
-            f"a HandleExchange has no channel, so {who}; decide it where the handles are carried, and make objects with "
+            f"a HandleExchange has no channel, so {who}; decide it where you exchange the handles, and make objects with "
             "HandleExchange(new rank, number of ranks left) and moe_a2a.expert_map()"
         )
     if isinstance(group, MpiGroup):

@@ -130,7 +130,9 @@ class MoeA2ACommunication(MoEEpCommunication):
         """expert_output: [ep_size * tokens_per_rank, hidden] or [ep_size, tokens_per_rank, hidden], weighted and summed over
         this rank's experts. Returns the sums over ranks, [num_tokens, hidden]."""
         if self._handle is None:
-            raise RuntimeError(f"combine() on rank {self.ep_rank} follows no dispatch(); call dispatch() first")
+            raise RuntimeError(
+                f"combine() on rank {self.ep_rank} was called without a dispatch(); call dispatch() first"
+            )
         with calls.attempt_refused_if_failed(self._ep, self._handle):
             arguments.check_tensor(self.ep_rank, "expert_output", expert_output)
             y = expert_output.flatten(0, -2) if expert_output.dim() > 2 else expert_output

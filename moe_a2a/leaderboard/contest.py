@@ -117,7 +117,7 @@ class Contest:
         failed = next((result for result in results if not result.passed), None)
         if failed is not None:
             raise UsageError(
-                f"the harness does not work here, the null submission failed: {failed.verdict}: {failed.message}"
+                f"the harness does not work on this machine: the null submission failed: {failed.verdict}: {failed.message}"
             )
         return results
 

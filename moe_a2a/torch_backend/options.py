@@ -98,6 +98,6 @@ class Place:
         if any(len(members) != num_ranks for members in on_nodes):
             raise ValueError(
                 f"ranks {global_ranks} are placed on nodes of {ranks_per_node} ranks as {on_nodes}; pass a group with "
-                'equally many ranks on each node, node by node, another ranks_per_node, or backend="gloo" or "nccl"'
+                'the same number of ranks on each node, node by node, another ranks_per_node, or backend="gloo" or "nccl"'
             )
         return cls(rank // num_ranks, len(on_nodes), rank % num_ranks, num_ranks)

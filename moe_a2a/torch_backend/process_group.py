@@ -279,7 +279,7 @@ class MoeA2aProcessGroup(_ProcessGroup):
             if x.is_cpu and has_gaps(x):
                 raise ValueError(
                     f"a tensor of shape {list(x.shape)} has strides {list(x.stride())} on rank {self._rank}; gloo, which "
-                    "makes this call, would take its elements for adjacent: pass .contiguous()"
+                    "makes this call, would read its elements as adjacent; pass .contiguous()"
                 )
         return self._backend_for(tensors[0].device)
 

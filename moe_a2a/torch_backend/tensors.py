@@ -107,7 +107,7 @@ def reduce_scatter(coll: Any, output: torch.Tensor, x: torch.Tensor, op: str) ->
             if list(x.shape) != expected:
                 raise ValueError(
                     f"the input of reduce_scatter has shape {list(x.shape)} on rank {coll.rank}, the output "
-                    f"{list(out.shape)}; pass an input of {expected}, as much for each of {coll.num_ranks} ranks"
+                    f"{list(out.shape)}; pass an input of {expected}, an equal part for each of {coll.num_ranks} ranks"
                 )
         coll.reduce_scatter(x, op, out=out)
 

@@ -115,7 +115,7 @@ class _Builder:
         """Rank, block and warp."""
         place = (self._file.rank_of(track), *self._file.warp_of(track))
         if min(place) < 0 or place[0] >= self._num_ranks:
-            raise FieldError(f"the track {quoted(self._file.tracks[track][1])} is of no warp of a rank")
+            raise FieldError(f"the track {quoted(self._file.tracks[track][1])} is not that of a warp")
         return place
 
     def _arrows(self) -> np.ndarray:

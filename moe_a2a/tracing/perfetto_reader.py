@@ -108,7 +108,7 @@ class _Parser:
             self._file.about = arguments
         elif kind == COUNTER:
             if track not in self._counters or value is None:
-                raise FieldError(f"a sample of {value} on track {track}, which is no counter")
+                raise FieldError(f"a sample of {value} on track {track}, which is not a counter")
             times, values = self._file.counters.setdefault(self._counters[track], ([], []))
             times.append(time)
             values.append(value)

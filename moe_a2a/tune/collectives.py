@@ -42,7 +42,7 @@ def check(options: argparse.Namespace) -> None:
     if smallest < (least := num_ranks * DTYPES[options.dtype].itemsize):
         raise UsageError(
             f"--sizes {smallest}: less than {least} bytes, an element of {options.dtype} for each of {num_ranks} ranks; pass "
-            "sizes that your calls have: larger calls go as the largest of them"
+            "sizes that occur in your calls; larger calls use the entry of the largest"
         )
 
 

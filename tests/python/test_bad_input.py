@@ -284,7 +284,7 @@ def test_handle_and_routing_together():
             with pytest.raises(ValueError, match="handle=.*topk_idx.*rank 0"):
                 ep.dispatch(x, topk_idx, weights, handle=handle)
             with pytest.raises(
-                ValueError, match="x has 4 rows on rank 0, but the dispatch of handle had 5; pass as many"
+                ValueError, match="x has 4 rows on rank 0, but the dispatch of handle had 5; pass that many"
             ):
                 ep.dispatch(x[:4], handle=handle)  # it named topk_idx, which was not passed
             ep.combine(experts(handle), handle)

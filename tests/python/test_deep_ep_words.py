@@ -103,7 +103,8 @@ def test_a_low_latency_combine_before_the_hook_of_another():
         y = torch.zeros_like(rows)
         combined, _, hook = buffer.low_latency_combine(rows.clone(), ids, weights, handle, return_recv_hook=True)
         with pytest.raises(
-            RuntimeError, match=f"low_latency_combine on rank {group.rank} follows one of the same handle"
+            RuntimeError,
+            match=f"low_latency_combine on rank {group.rank} got a handle whose combine is already under way",
         ):
             buffer.low_latency_combine(y, ids, weights, handle)
         hook()

@@ -174,7 +174,7 @@ def test_calls_out_of_order_are_refused():
         comm, device = backend(group), default_device()
         x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=device)
         ids = torch.zeros(1, TOPK, dtype=torch.int64, device=device)
-        with pytest.raises(RuntimeError, match="rank 0 follows no dispatch"):
+        with pytest.raises(RuntimeError, match="rank 0 was called without a dispatch"):
             comm.combine(x)
         received = comm.dispatch(x, ids)
         with pytest.raises(RuntimeError, match="rank 0 follows a dispatch"):

@@ -373,7 +373,7 @@ class HybridEPBuffer(OfExchange):
             if num_permuted_tokens is not None and int(num_permuted_tokens) != routing.num_rows:
                 raise ValueError(
                     f"num_permuted_tokens={int(num_permuted_tokens)} on rank {self.rank}, but the handle's dispatch returned "
-                    f"{routing.num_rows} rows; pass as many, or None"
+                    f"{routing.num_rows} rows; pass that number, or None"
                 )
             rows, scales = rows_of(self.rank, hidden, scaling_factor)
             weights = weights_again(routing, probs, topk_weights)

@@ -131,8 +131,8 @@ def combine(
     ep, opened = handle.ep, handle.opened
     if handle.is_sent:
         raise RuntimeError(
-            f"low_latency_combine on rank {ep.rank} follows one of the same handle; call that one's hook, and pass the handle of "
-            "another low_latency_dispatch"
+            f"low_latency_combine on rank {ep.rank} got a handle whose combine is already under way; call the hook of that "
+            "combine, and pass the handle of another low_latency_dispatch"
         )
     handle.has_combine = True
     with exchange.repeated_if_failed(opened):

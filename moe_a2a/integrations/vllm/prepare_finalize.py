@@ -166,7 +166,7 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
     ) -> None:
         handle, self._handle = self._handle, None
         if handle is None:
-            raise RuntimeError("finalize() follows no prepare() of this layer")
+            raise RuntimeError("finalize() was called without a prepare() of this layer")
         with calls.combine_refused_if_failed(handle):
             if isinstance(weight_and_reduce_impl, TopKWeightAndReduceDelegate):
                 weight_and_reduce_impl = TopKWeightAndReduceContiguous()
@@ -264,7 +264,7 @@ def _quantized(rows: Tensor, config: Any) -> tuple[Tensor, Tensor | None]:
     scale = config.a1_gscale if config.use_nvfp4_w4a4 else config.a1_scale
     if scale is None and not config.per_act_token_quant and config.block_shape is None:
         raise ValueError(
-            "the experts need one scale for all rows that arrive, and some of these hold nothing; use a model with static, "
+            "the experts need one scale for all rows that arrive, but some of these are empty; use a model with static, "
             "per-token or block scales"
         )
     quantized: tuple[Tensor, Tensor | None] = moe_kernel_quantize_input(
