@@ -32,6 +32,8 @@ FENCED_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SOURCE_FILE = re.compile(r"`([\w/.]+\.(?:h|cpp|py))`")
 WRITTEN_BY_THE_READER = {"submission.py", "example.py"}
 ATTRIBUTE = re.compile(r"(?<![\w./])(?<!from )(?<!import )moe_a2a\.(\w+)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+SECTION_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)")
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -82,6 +84,22 @@ def test_the_limits_in_readme_are_those_of_the_code():
 @pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_of_a_page_lead_somewhere(page):
     lost = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
+    assert lost == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Those that GitHub gives to a page's headings."""
+    headings = HEADING.findall(FENCED_BLOCK.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@on_device.cpu_only
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_links_to_a_section_find_its_heading(page):
+    links = [link for link in SECTION_LINK.findall(page.read_text()) if not link[0] or link[0].endswith(".md")]
+    lost = [
+        f"{name}#{anchor}" for name, anchor in links if anchor not in anchors_of(page.parent / name if name else page)
+    ]
     assert lost == []
 
 
