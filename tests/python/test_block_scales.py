@@ -193,9 +193,9 @@ def test_experts_of_block_128_refuse_them():
         options = {"dtype": torch.bfloat16, "device": ep.device}
         up, down = torch.zeros(EXPERTS_PER_RANK, 64, 64, **options), torch.zeros(EXPERTS_PER_RANK, 64, 32, **options)
         handle = ep.dispatch(x, idx, x_scales=torch.zeros(5, 2, dtype=torch.uint8, device=ep.device))
-        with pytest.raises(ValueError, match=r"x_scales of torch.uint8 on rank 0; .* a float32 per 128 values"):
+        with pytest.raises(ValueError, match=r"x_scales of torch.uint8 on rank 0; .* one float32 scale per 128 values"):
             ep.experts(handle, up, down)
-        with pytest.raises(ValueError, match=r"x_scales of torch.uint8 on rank 0; .* a float32 per 128 values"):
+        with pytest.raises(ValueError, match=r"x_scales of torch.uint8 on rank 0; .* one float32 scale per 128 values"):
             swiglu_experts(handle, up, down)
         assert handle.is_open
         handle.release()

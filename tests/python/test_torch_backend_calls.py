@@ -278,7 +278,7 @@ def lists_program(report) -> None:
             call()
     # Regression: "x has 5 rows, which 2 ranks cannot split evenly; pass counts=[rows of every rank]"
     error = ValueError if is_wrong else moe_a2a.PeerRefusedError
-    with pytest.raises(error, match=r"shape \[5\] on rank 0, the output \[2\]; pass an input of \[4\], as much"):
+    with pytest.raises(error, match=r"shape \[5\] on rank 0, the output \[2\]; pass an input of \[4\], an equal part"):
         dist.reduce_scatter_tensor(full(2, 0), full(5 if is_wrong else 4, 1))
     x = full(2, 1)
     dist.all_reduce(x)
