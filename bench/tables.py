@@ -185,16 +185,19 @@ def with_deep_ep(name: str) -> str:
         for system in (OURS, "DeepEP V2", "DeepEP V1 normal"):
             dispatch, combine = of_rows(system)
             of.append(joined(dispatch, find(system, "dispatch", "fp8+presummed"), combine))
-        of.append(joined(*(find("DeepEP V1 low-latency", step, "fp8") for step in ("dispatch", "combine"))))
-        of.append(joined(*(find(BARE_NCCL, step, "rows") for step in ("dispatch", "combine"))))
-        registered = [find(REGISTERED_NCCL, step, "rows") for step in ("dispatch", "combine")]
-        return [*of, *([joined(*registered)] if has_registered else []), joined(*of_rows(OURS, "floor_us"))]
+        for system, mode in others.values():
+            of.append(joined(*(find(system, step, mode) for step in ("dispatch", "combine"))))
+        return [*of, joined(*of_rows(OURS, "floor_us"))]
 
-    has_registered = any(record["system"] == REGISTERED_NCCL for record in results(name)["records"])
+    measured = {record["system"] for record in results(name)["records"]}
+    others = {
+        "DeepEP V1 low-latency, fp8": ("DeepEP V1 low-latency", "fp8"),
+        "NCCL all-gather / reduce-scatter": (BARE_NCCL, "rows"),
+        "on registered memory": (REGISTERED_NCCL, "rows"),
+    }
+    others = {title: of for title, of in others.items() if of[0] in measured}
     systems = [f"{name}: dispatch bf16 / fp8 / combine" for name in ("moe_a2a", "DeepEP V2", "DeepEP V1 normal")]
-    nccl = ["NCCL all-gather / reduce-scatter", *(["on registered memory"] if has_registered else [])]
-    others = ["DeepEP V1 low-latency, fp8", *nccl, "floor bf16"]
-    return table(["tokens per rank", *systems, *others], dispatch_combine(name, columns))
+    return table(["tokens per rank", *systems, *others, "floor bf16"], dispatch_combine(name, columns))
 
 
 def summary(name: str) -> str:

@@ -114,8 +114,5 @@ class BareCollectivesInChains(BareCollectives):
         return [chain(self._gather, self._scatter, self._x)]
 
 
-class RegisteredCollectivesInChains(RegisteredCollectives):
-    launch = "chain"
-
-    def steps(self) -> list[Step]:
-        return [chain(self._gather, self._scatter, self._x)]
+class RegisteredCollectivesInChains(BareCollectivesInChains, RegisteredCollectives):
+    pass

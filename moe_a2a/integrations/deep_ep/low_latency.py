@@ -142,9 +142,8 @@ def combine(
             shape = [ep.num_local_experts, ep.num_ranks * ep.num_max_tokens_per_rank, ep.hidden]
             check_table(ep.rank, "x", x, shape, "rows where recv_x has theirs", (ep.dtype,))
             check_device(ep, "x", x)
-            if (
-                out is not None
-            ):  # before anything is sent: a hook that fails would leave the sums behind, on this rank only
+            # Before anything is sent: a hook that fails would leave the sums behind, on this rank only.
+            if out is not None:
                 _check_out(handle, out)
         if not return_recv_hook:
             return ep.combine(x, opened, out=out), None
