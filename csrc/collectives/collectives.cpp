@@ -16,8 +16,7 @@ namespace moe_a2a {
 namespace {
 
 // On the CPU slices are fastest if their landings (two halves on every rank) stay in the cores' private caches. 4 ranks
-// on 2 cores with 2 MiB of cache each, us for 4, 16 and 64 MiB: 1701, 7222, 31897; with a workspace of 2 MiB: 2064,
-// 8563, 35283.
+// on 2 cores, us for 4, 16 and 64 MiB: 1701, 7222, 31897; with a workspace of 2 MiB: 2064, 8563, 35283.
 constexpr int64_t kMaxCpuWorkspace = 256 << 10;
 
 constexpr int64_t kTensorAlignment = 512;  // as PyTorch's
