@@ -28,6 +28,7 @@ class Owner(AnyExpertParallel, Protocol):
     _core: Any
     _num_dispatches: int
     _trace: Any
+    _training: Any
 
     @property
     def is_closed(self) -> bool: ...
