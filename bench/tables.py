@@ -146,17 +146,14 @@ def of_ours(find: Find) -> list[str]:
     ]
 
 
-# The baselines of by_tokens(): system and title.
+# The programs of gloo that by_tokens() shows: system and title.
 PROGRAMS = {"sort + all_to_all": "sort + all_to_all", "all_gather + reduce_scatter": "all-gather / reduce-scatter"}
-COLLECTIVES = {"bare all_gather + reduce_scatter": "all-gather / reduce-scatter alone"}
 
 
-def by_tokens(name: str, baselines: dict[str, str], library: str = "NCCL") -> str:
+def by_tokens(name: str) -> str:
     def columns(find: Find) -> list[str]:
         floor = [find(OURS, "dispatch", mode, what="floor_us") for mode in ("rows", "fp8+presummed")]
-        times = [
-            [find(f"{system}, {library}", step, "rows") for step in ("dispatch", "combine")] for system in baselines
-        ]
+        times = [[find(f"{system}, gloo", step, "rows") for step in ("dispatch", "combine")] for system in PROGRAMS]
         return [
             *of_ours(find),
             joined(*floor, find(OURS, "combine", "rows", what="floor_us")),
@@ -164,7 +161,7 @@ def by_tokens(name: str, baselines: dict[str, str], library: str = "NCCL") -> st
         ]
 
     header = ["tokens per rank", *OURS_COLUMNS, "floor: dispatch bf16 / fp8 / combine"]
-    header += [f"{title}, {library}" for title in baselines.values()]
+    header += [f"{title}, gloo" for title in PROGRAMS.values()]
     return table(header, dispatch_combine(name, columns))
 
 
@@ -260,12 +257,12 @@ def micro_batches(name: str) -> str:
 
 # Each table's function, and the file that supplies its commit and date.
 TABLES: dict[str, tuple[Callable[[str], str], str]] = {
-    "summary": (summary, "h100_4/with_deep_ep"),
+    "summary": (summary, "h200_4/with_deep_ep"),
     "all_reduce": (all_reduce, "h200_2/all_reduce"),
     "all_reduce of H100": (all_reduce, "h100_2/all_reduce"),
-    "all_reduce of 4": (all_reduce, "h100_4/all_reduce"),
+    "all_reduce of 4": (all_reduce, "h200_4/all_reduce"),
     "halves": (halves, "h200_2/reduce_scatter"),
-    "halves of 4": (halves, "h100_4/reduce_scatter"),
+    "halves of 4": (halves, "h200_4/reduce_scatter"),
     "against gloo": (against_gloo, "cpu/all_reduce"),
     "layer": (layer, "h200_2/layer"),
     "layer of 4": (layer, "h200_4/layer"),
@@ -278,14 +275,14 @@ TABLES: dict[str, tuple[Callable[[str], str], str]] = {
     "experts": (partial(experts, ours="moe_a2a", peers=("torch._grouped_mm", "DeepGEMM")), "h200_1/experts"),
     "experts float8": (partial(experts, ours="moe_a2a fp8", peers=("DeepGEMM fp8",)), "h200_1/experts"),
     "layer alone": (layer_alone, "h200_1/layer"),
-    "tokens of 4": (partial(by_tokens, baselines=COLLECTIVES), "h200_4/dispatch_combine"),
-    "tokens on the CPU": (partial(by_tokens, baselines=PROGRAMS, library="gloo"), "cpu/dispatch_combine"),
+    "tokens on the CPU": (by_tokens, "cpu/dispatch_combine"),
     "micro batches": (micro_batches, "h100_4/micro_batches"),
     "with DeepEP": (with_deep_ep, "h200_2/with_deep_ep"),
-    "with DeepEP of 4": (with_deep_ep, "h100_4/with_deep_ep"),
+    "with DeepEP of 4": (with_deep_ep, "h200_4/with_deep_ep"),
+    "with DeepEP of 4 H100": (with_deep_ep, "h100_4/with_deep_ep"),
     "chains": (chains, "h200_2/with_deep_ep"),
-    "chains of 4": (chains, "h100_4/with_deep_ep"),
-    "chains of 4 H200": (chains, "h200_4/dispatch_combine"),
+    "chains of 4": (chains, "h200_4/with_deep_ep"),
+    "chains of 4 H100": (chains, "h100_4/with_deep_ep"),
 }
 
 
