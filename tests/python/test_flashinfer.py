@@ -26,7 +26,7 @@ from flashinfer.moe_ep.core.comm import (
 )
 
 import moe_a2a
-import moe_a2a.integrations.flashinfer  # noqa: F401 (registers the backend)
+import moe_a2a.integrations.flashinfer  # registers the backend
 from moe_a2a.devices import default_device, float8_dtype
 
 SEED = 20261124

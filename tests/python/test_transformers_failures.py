@@ -1,7 +1,5 @@
 """Calls of transformers' experts that fail, on all ranks or on one: every rank raises, and the buffers stay usable."""
 
-# ruff: noqa: E402 (what follows importorskip needs transformers)
-
 import copy
 import time
 

@@ -1,7 +1,5 @@
 """Every MoE family of the installed transformers gives eager's logits through moe_a2a; nearly all by its kernels."""
 
-# ruff: noqa: E402 (what follows importorskip needs transformers)
-
 import copy
 
 import pytest
