@@ -63,7 +63,7 @@ def _draw_ranks(axes, timeline: Timeline) -> None:
     kinds = [i for i in np.argsort(-totals) if totals[i] > 0]
     edges = np.linspace(slices["begin_ns"].min(), slices["end_ns"].max() + 1, NUM_BINS + 1)
     middles = (edges[1:] + edges[:-1]) / 2e3
-    colours = _colours(timeline, kinds, slices["name"][is_wait])
+    colours = _colours(kinds, slices["name"][is_wait])
     for rank in range(timeline.num_ranks):
         own = slices["rank"] == rank
         num_warps = max(1, len(np.unique(timeline.warps()[own])))
@@ -82,7 +82,7 @@ def _draw_ranks(axes, timeline: Timeline) -> None:
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _colours(timeline: Timeline, kinds: list[int], waits: np.ndarray) -> dict[int, str]:
+def _colours(kinds: list[int], waits: np.ndarray) -> dict[int, str]:
     """Warm colours for waits, cold ones for work."""
     warm = iter(["tab:red", "tab:orange", "gold", "tab:pink", "tab:brown", "rosybrown"])
     cold = iter(["tab:blue", "tab:green", "tab:cyan", "tab:purple", "tab:olive", "tab:gray", "navy", "teal", "0.8"])

@@ -275,5 +275,5 @@ def test_the_command(tmp_path, capfd):
     assert "table of collectives" in capfd.readouterr().err
 
 
-def test_the_device_of_a_table(monkeypatch):
+def test_the_device_of_a_table():
     assert tuned_files.chosen_file(None, collective_tables.PREFIX, torch.device("cpu"), 2) is None

@@ -166,7 +166,7 @@ def test_memory_is_given_back_when_and_only_when_no_peer_can_map_it(failing, mon
         assert notes[0] == ["give_back", "close"]
 
 
-def test_a_failed_object_leaves_no_memory(monkeypatch):
+def test_a_failed_object_leaves_no_memory():
     """Visible on the CPU: the mapping goes with the object."""
     gc.collect()  # a traceback may keep an earlier test's object alive
     before = mappings()

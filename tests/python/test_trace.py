@@ -89,7 +89,7 @@ def test_one_file_of_all_ranks_in_each_format(mode, tmp_path):
 
 
 @pytest.mark.alone
-def test_slices_take_the_time_that_the_clock_on_the_wall_says(tmp_path):
+def test_slices_take_the_time_that_the_clock_on_the_wall_says():
     results = ranks.run_threads(NUM_RANKS, run_story, "a slow rank", [])
     for rank, (_, _, wall_ns, seen) in enumerate(results):
         assert {name: n for name, (_, n) in seen.items()} == {
