@@ -7,8 +7,8 @@
 
 namespace moe_a2a {
 
-inline std::shared_ptr<Communicator> alone(double timeout_seconds = 5.0) {
-  auto comm = std::make_shared<Communicator>(Member{.timeout_seconds = timeout_seconds});
+inline std::shared_ptr<Communicator> alone() {
+  auto comm = std::make_shared<Communicator>(Member{.timeout_seconds = 5.0});
   comm->connect({comm->handle()});
   return comm;
 }
