@@ -65,16 +65,16 @@ class Collectives : public Client {
  private:
   // In slices of `slice_bytes`. `wire_size`: bytes of an element on the wire.
   template <class Args>
-  void launch_vectors(const Args& args, int64_t count, int64_t slice_bytes, int wire_size, int num_blocks,
+  void launch_vectors(const Args& vectors, int64_t count, int64_t slice_bytes, int wire_size, int num_blocks,
                       void* stream);
   template <class Args>
-  void launch_shares(const Args& args, int wire_size, int num_blocks, void* stream);
+  void launch_shares(const Args& shares, int wire_size, int num_blocks, void* stream);
   template <class Args, class Cut>
   void launch_slices(Args args, const std::vector<Slice>& slices, int num_blocks, void* stream, const Cut& cut);
   template <class Args>
   void launch_or_refuse(const Args& args, int num_blocks, void* stream);
   template <class Args>
-  void launch_direct(const Args& args, int num_blocks, void* stream);
+  void launch_direct(const Args& shares, int num_blocks, void* stream);
   uint64_t place_of(const std::byte* data) const;
   ShareArgs share_args(CollectiveKind kind, const Operands& operands, const std::byte* whole, const Shares& shares,
                        ReduceOp op) const;

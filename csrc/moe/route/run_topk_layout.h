@@ -20,6 +20,6 @@ struct TopkLayoutArgs {
 };
 
 // Clears the counts first.
-void run_topk_layout(const std::string& target, int device, const TopkLayoutArgs& args, void* stream);
+void run_topk_layout(const std::string& target, int index, const TopkLayoutArgs& args, void* stream);
 
 }  // namespace moe_a2a
