@@ -3,8 +3,6 @@
 #pragma once
 
 #include "collectives/announcement.h"
-#include "rows/line_codec.h"
-#include "rows/row_layout.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 

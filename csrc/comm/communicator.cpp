@@ -4,7 +4,6 @@
 #include <string>
 
 #include "comm/align_clocks.h"
-#include "comm/comm_kernels.h"
 
 namespace moe_a2a {
 

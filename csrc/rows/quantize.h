@@ -2,8 +2,6 @@
 // rounded to nearest even.
 #pragma once
 
-#include <cmath>
-
 #include "rows/row_layout.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {

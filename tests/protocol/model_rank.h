@@ -5,7 +5,6 @@
 #include <array>
 #include <functional>
 #include <initializer_list>
-#include <string>
 #include <vector>
 
 #include "explored_rank.h"

@@ -1,6 +1,7 @@
 #include "traffic.h"
 
 #include <cstring>
+#include <random>
 
 #include "arch/arch.h"
 

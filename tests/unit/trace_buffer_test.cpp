@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "alone.h"
-#include "comm/report.h"
 #include "moe/expert_parallel.h"
 #include "rows_of.h"
 #include "trace_records.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "comm/thread_device.h"
-#include "comm/traced.h"
 #include "moe/moe_kernels.h"
 
 namespace moe_a2a {

@@ -3,7 +3,6 @@
 
 #include "comm/rank_set.h"
 #include "moe/route/run_topk_layout.h"
-#include "moe/vocabulary.h"
 
 namespace moe_a2a::inline MOE_A2A_TARGET {
 
