@@ -60,6 +60,7 @@ class Trial:
         self._num_secret_seeds = 0
         self._expected: list[Tensor] = []  # of the last call
         self._earlier: list[list[Tensor]] = []
+        self._num_calls = 0  # whose outputs were checked
         seed = case["seed"] if published else self._secret_seed()
         self._weights = [
             self._problem.make_weights(case, rank, _generator(seed, rank)) for rank in range(ranks.num_ranks)
@@ -150,15 +151,19 @@ class Trial:
         self._expected = self.expected(inputs)
 
     def _check_all(self, results: list[CallResult]) -> None:
+        is_first = self._num_calls == 0
+        self._num_calls += 1
         for rank, result in enumerate(results):
-            self._check(result, self._expected[rank], f"rank {rank}", [outputs[rank] for outputs in self._earlier])
+            earlier = None if is_first else [outputs[rank] for outputs in self._earlier]
+            self._check(result, self._expected[rank], f"rank {rank}", earlier)
         if self._checked:
             problem = self._problem.disagreement([result.output for result in results if result.output is not None])
             if problem:
                 raise SubmissionFailedError("wrong", problem)
 
     def _check(self, result: CallResult, expected: Tensor, where: str, earlier: list[Tensor] | None = None) -> None:
-        """The worst failure first: a write out of bounds may be the cause of the others."""
+        """The worst failure first: a write out of bounds may be the cause of the others. earlier: the expected outputs of earlier
+        calls; None: there was none whose output was poisoned."""
         if not self._checked:
             return
         if result.overrun:
@@ -171,7 +176,7 @@ class Trial:
         problem = self._problem.mismatch(result.output, expected)
         if not problem:
             return
-        if _is_poison(result.output):
+        if earlier is not None and _is_poison(result.output):
             raise SubmissionFailedError("cached_output", f"{where}: the tensor of an earlier call, not written again")
         if any(not self._problem.mismatch(result.output, old) for old in earlier or []):
             raise SubmissionFailedError("cached_output", f"{where}: the output of an earlier call, with other inputs")

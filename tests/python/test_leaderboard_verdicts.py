@@ -6,7 +6,7 @@ import contest_cases
 import pytest
 from contest_cases import changed, contest, verdicts
 
-from moe_a2a.leaderboard import run_command
+from moe_a2a.leaderboard import modes, run_command
 from moe_a2a.leaderboard.modes import CaseResult, check_clock
 
 pytestmark = pytest.mark.cpu
@@ -228,6 +228,26 @@ def test_a_submission_that_does_not_communicate_is_right_and_found_out(tmp_path)
 @pytest.mark.parametrize("snippet", [CACHED_COPY, CACHED_TENSOR], ids=["copy", "tensor"])
 def test_a_cached_output_is_known_again(tmp_path, snippet):
     assert verdicts(contest().run("leaderboard", changed(tmp_path, snippet))) == {"cached_output"}
+
+
+NAN = "custom_kernel = lambda data: right(data) * float('nan')"
+NAN_AFTER_THE_FIRST_CALL = """
+import itertools
+number = itertools.count()
+custom_kernel = lambda data: right(data) * (float('nan') if next(number) else 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "mode, verdict, snippet",
+    [("test", "wrong", NAN), ("pressure", "not_back_to_back", NAN_AFTER_THE_FIRST_CALL)],
+    ids=["first call", "in a row"],
+)
+def test_nans_are_no_cached_output_where_none_was_overwritten(tmp_path, monkeypatch, mode, verdict, snippet):
+    """Regression: a kernel whose result was all NaN was accused of returning an earlier call's tensor, even in its first call."""
+    monkeypatch.setattr(modes, "PRESSURE_SECONDS", 0.0001)  # once
+    result = contest().run(mode, changed(tmp_path, snippet))
+    assert verdicts(result) == {verdict} and "it is nan" in result.cases[0].message, result.cases[0]
 
 
 def test_a_replayed_seed_is_right_only_on_published_data(tmp_path):
