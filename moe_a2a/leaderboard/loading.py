@@ -24,6 +24,7 @@ class Submission:
         spec = importlib.util.spec_from_file_location("submission", path)
         if spec is None or spec.loader is None:
             raise SubmissionError(f"{path} is not a Python file")
+        sys.path.insert(0, str(path.parent))  # as for `python submission.py`: it may import files beside it
         module = importlib.util.module_from_spec(spec)
         sys.modules["submission"] = module
         spec.loader.exec_module(module)

@@ -268,6 +268,15 @@ def test_bad_options_are_refused_before_anything_starts(leaderboard, tmp_path):
         assert code == 2 and words in text, text
 
 
+def test_a_submission_may_import_files_beside_it(tmp_path):
+    """Regression: only if the command ran in the submission's own folder."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kernels_of_mine.py").write_text(contest_cases.TORCH_SORT.read_text())
+    (tmp_path / "mine" / "submission.py").write_text("from kernels_of_mine import custom_kernel\n")
+    result = contest().run("test", tmp_path / "mine" / "submission.py")
+    assert result.passed, result.cases[0].message
+
+
 def test_a_file_that_is_no_submission_says_why_once(leaderboard, tmp_path):
     (tmp_path / "submission.py").write_text("kernel = None\n")
     (tmp_path / "cases.txt").write_text(f"{TINY}\n{TINY}\n")
