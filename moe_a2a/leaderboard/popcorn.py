@@ -22,11 +22,15 @@ class Popcorn:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Popcorn:
-        """Raises OSError or ValueError if POPCORN_FD names no descriptor that can be written."""
+        """Raises OSError, ValueError or OverflowError if POPCORN_FD names no descriptor that can be written."""
         text = environment.get("POPCORN_FD")
-        if text is not None and fcntl.fcntl(int(text), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        if text is None:
+            return cls(None)
+        descriptor = int(text)
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EBADF, "it can only be read")
-        return cls(None if text is None else os.fdopen(int(text), "w", encoding="utf-8", errors="backslashreplace"))
+        # Left open at the end: it may be stdout, which is flushed later.
+        return cls(os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False))
 
     @property
     def is_open(self) -> bool:

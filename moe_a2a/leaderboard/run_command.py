@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     try:
         out = popcorn.Popcorn.of_environment()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         print(f"leaderboard: POPCORN_FD is no open descriptor: {error}", file=sys.stderr)
         return popcorn.NO_DESCRIPTOR
     with contextlib.closing(out):

@@ -63,6 +63,8 @@ def command(monkeypatch, capfd, tmp_path):
             code = main(["leaderboard", *map(str, arguments)])
         except SystemExit as end:  # from argparse
             code = end.code
+        finally:
+            os.close(descriptor)
         popcorn = dict(line.split(": ", 1) for line in lines.read_text().splitlines())
         return code, "".join(capfd.readouterr()), popcorn
 

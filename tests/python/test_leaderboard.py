@@ -245,6 +245,26 @@ def test_a_descriptor_that_can_only_be_read(monkeypatch, capsys, tmp_path):
     assert "it can only be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["", "x", "-1", "1000", "9" * 30])
+def test_what_is_no_descriptor(monkeypatch, capsys, text):
+    """Regression: a traceback, for a number that no C integer holds."""
+    monkeypatch.setenv("POPCORN_FD", text)
+    assert main(["leaderboard", "run", "all2all", "null"]) == 111
+    assert "POPCORN_FD is no open descriptor" in capsys.readouterr().err
+
+
+def test_stdout_as_the_descriptor(tmp_path):
+    """Regression: it was closed before it was flushed: no last line, and "Bad file descriptor" instead of success."""
+    (tmp_path / "cases.txt").write_text(TINY)
+    command = [sys.executable, "-m", "moe_a2a", "leaderboard", "run", "all2all", "torch_sort", "--ranks", "2"]
+    environment = {**os.environ, "POPCORN_FD": "1", "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        [*command, "--cases", tmp_path / "cases.txt"], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0 and "Bad file" not in done.stderr, done.stderr
+    assert "\ncheck: pass\n" in done.stdout and done.stdout.endswith(": passed\n"), done.stdout
+
+
 def test_a_folder_with_other_files(leaderboard, tmp_path):
     """Refused before anything is measured, and only for a file that the report would replace."""
     (tmp_path / "package.json").write_text("{}")
