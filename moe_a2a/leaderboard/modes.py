@@ -170,9 +170,10 @@ def lone_call(rules: Rules, ranks: SubmissionRanks, case: Case) -> CaseResult:
 
 def profile(rules: Rules, ranks: SubmissionRanks, case: Case, path: Path) -> CaseResult:
     """Traces a few calls; checks and times nothing."""
-    result = CaseResult(case, trace_file=str(path))
+    result = CaseResult(case)
     with _failures_into(result), rules.trial(ranks, case) as trial:
         result.summary = trial.profile(PROFILE_WARM_UP, PROFILE_CALLS, path, rules.problem.benchmark_timeout)
+        result.trace_file = str(path)
     return result
 
 

@@ -65,6 +65,15 @@ def test_profile_sends_its_report_to_other_tools(small, leaderboard, tmp_path):
     assert (tmp_path / "all2all.expert_parallel.0.json.gz").exists()
 
 
+def test_a_trace_that_was_not_written_is_not_in_the_report(tmp_path):
+    """Regression: <problem>.json named a file that does not exist, or that an earlier run had left."""
+    submission = changed(tmp_path, "def traced():\n    raise ValueError('no object')\n")
+    contest = contest_cases.contest()
+    with contest.ranks_of(submission) as ranks:
+        (of_case,) = contest.profile(ranks, contest.cases_of("profile"), tmp_path, "mine").cases
+    assert (of_case.verdict, of_case.trace_file) == ("raised", ""), of_case.message
+
+
 def board_of(*entries: Entry) -> Board:
     null = [Timing("8 2", 10.0, 1.0, 9.0, 12.0, 100), Timing("64 6", 11.0, 1.0, 9.0, 12.0, 100)]
     return Board("all2all", "A problem.", 4, "cpu", "a machine", "today", 7, {"moe_a2a": "1", "commit": "c0ffee", "torch": "2"}, None, 4,
