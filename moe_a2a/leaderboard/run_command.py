@@ -58,6 +58,8 @@ def _run(options: argparse.Namespace, out: popcorn.Popcorn) -> int:
     except OSError as error:
         raise UsageError(f"{options.cases}: {error.strerror}") from None
     submission = shared.submission_path(contest.problem, options.submission)
+    if options.mode == "profile":  # the default is no string, so argparse has not checked it, and no other mode writes
+        _check_folder(options.out)
     out.count(options.mode, len(contest.cases_of(options.mode)))
 
     printed = set[str]()  # details: a file that cannot be imported fails alike in every case
@@ -75,6 +77,13 @@ def _run(options: argparse.Namespace, out: popcorn.Popcorn) -> int:
     out.check(result.passed)
     print_end(contest, result)
     return popcorn.exit_code(options.mode, result.passed, out)
+
+
+def _check_folder(path: Path) -> None:
+    try:
+        output_folder(path)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--out: {error}") from None
 
 
 def check_cases(contest: Contest, mode: str) -> None:

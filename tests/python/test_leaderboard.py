@@ -288,6 +288,13 @@ def test_bad_options_are_refused_before_anything_starts(leaderboard, tmp_path):
         assert code == 2 and words in text, text
 
 
+def test_a_trace_in_a_folder_that_cannot_be_written(leaderboard, monkeypatch):
+    """Regression: the verdict "raised", as if it were the submission's fault."""
+    monkeypatch.chdir("/proc")
+    code, text, _ = leaderboard("run", "all2all", "torch_sort", "--mode", "profile", "--ranks", 2)
+    assert code == 2 and "--out: '.' cannot be written" in text, text
+
+
 def test_a_submission_may_import_files_beside_it(tmp_path):
     """Regression: only if the command ran in the submission's own folder."""
     (tmp_path / "mine").mkdir()
