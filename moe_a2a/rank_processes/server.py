@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -98,12 +99,21 @@ def _send(connection: Connection, kind: str, content: Any) -> None:
 
 
 def _leave_with_parent() -> None:
-    """A killed parent cannot stop its children, so each watches for the parent's end."""
+    """A killed parent cannot stop its children, so each watches for the parent's end, and ends what it has started with it if it
+    leads a process group.
+
+    The kernel resumes a stopped rank when the process that started it ends. That may be the fork server, which ends once nobody
+    holds its descriptor: no rank may keep it."""
     parent = multiprocessing.parent_process()
     assert parent is not None
+    server_alive = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
+    if server_alive is not None:
+        os.close(server_alive)
 
     def watch() -> None:
         wait([parent.sentinel])
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

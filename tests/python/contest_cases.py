@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from pathlib import Path
 
 from moe_a2a.__main__ import main
@@ -77,3 +78,18 @@ def make_small(monkeypatch) -> None:
     monkeypatch.setattr(problems, "file_of", lambda name: dataclasses.replace(file, tests=[SPARSE], benchmarks=[SMALL]))
     monkeypatch.setattr(modes, "PRESSURE_SECONDS", 0.0)
     monkeypatch.setattr(modes, "LONE_SECONDS", 0.5)
+
+
+def left_running(pids: list[int], seconds: float = 20.0) -> list[int]:
+    """The processes that have not ended after this time: a killed process may take a moment."""
+    end = time.monotonic() + seconds
+    while (left := [pid for pid in pids if _is_running(pid)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return left
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

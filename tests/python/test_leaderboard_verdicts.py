@@ -1,7 +1,5 @@
 """Submissions that fail, each in its own way: the harness names each kind of failure, and continues."""
 
-import time
-
 import contest_cases
 import pytest
 from contest_cases import changed, contest, verdicts
@@ -121,13 +119,6 @@ def test_an_input_that_is_returned_is_not_overwritten(tmp_path):
     assert result.passed, result.cases[0].message
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_what_a_submission_has_started_ends_with_it(tmp_path):
     snippet = f"""
 import subprocess
@@ -139,10 +130,7 @@ def custom_kernel(data):
     assert contest().run("test", changed(tmp_path, snippet)).passed
     pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 2
-    end = time.monotonic() + 20  # a killed process may take a moment
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < end, f"left behind: {pids}"
-        time.sleep(0.05)
+    assert contest_cases.left_running(pids) == []
 
 
 def test_a_hang_shows_where_each_rank_hangs(tmp_path):
