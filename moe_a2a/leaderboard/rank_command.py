@@ -70,10 +70,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _by_entry_name(paths: list[Path]) -> dict[str, Path]:
-    """The paths by file name, prefixed by the folder's if the file is called submission.py, as most are."""
+    """The paths by file name, prefixed by the folder's if the file is called submission.py, as most are. A name is one line, for the
+    report's tables and headings."""
     named: dict[str, Path] = {}
     for path in paths:
         name = f"{path.parent.name}-{path.stem}" if path.stem == "submission" else path.stem
+        name = " ".join(name.split())
         if named.get(name) == path:
             raise UsageError(f"{path} is given twice; pass it once")
         if name in named:

@@ -5,6 +5,7 @@ import dataclasses
 import re
 import xml.etree.ElementTree
 from html.parser import HTMLParser
+from pathlib import Path
 
 import contest_cases
 import pytest
@@ -179,6 +180,11 @@ def test_links_are_entries_of_their_own_names(tmp_path):
     paths = [options.submission_path(contest.problem, str(tmp_path / name)) for name in ("v1.py", "v2.py")]
     assert list(rank_command._by_entry_name(paths)) == ["v1", "v2"]
     assert contest.run("test", paths[0]).passed
+
+
+def test_a_name_of_several_lines_is_one_line():
+    """Regression: it ended the row of the table and made sections."""
+    assert list(rank_command._by_entry_name([Path("x/mine\n# fastest.py")])) == ["mine # fastest"]
 
 
 @pytest.mark.timeout(100)
