@@ -115,6 +115,11 @@ class Contest:
         rules = dataclasses.replace(self.rules, checked=False, most_runs=NULL_RUNS)
         results = [TIMED[mode](rules, ranks, case) for case in self.cases_of(mode)]
         failed = next((result for result in results if not result.passed), None)
+        if failed is not None and self.limit is not None and failed.verdict in ("slow", "hang"):
+            raise UsageError(
+                f"--limit {self.limit:g}: the null submission, which does nothing, needs longer on this machine ({failed.message}); "
+                "pass more seconds"
+            )
         if failed is not None:
             raise UsageError(
                 f"the harness does not work on this machine: the null submission failed: {failed.verdict}: {failed.message}"

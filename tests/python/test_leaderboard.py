@@ -11,6 +11,7 @@ import torch
 from contest_cases import SMALL, SPARSE, contest
 
 from moe_a2a.__main__ import main
+from moe_a2a.commands.command_line import UsageError
 from moe_a2a.leaderboard import cases, loading, problems
 from moe_a2a.leaderboard.cases import CaseFileError
 from moe_a2a.leaderboard.problems.all2all import All2All
@@ -76,6 +77,12 @@ def test_the_null_submission_runs_beside_a_timed_one(session_seed):
     assert result.passed and len(result.nulls) == len(result.cases) == 1
     assert result.cases[0].stats.runs >= 3 and result.nulls[0].stats.runs >= 3
     assert 0 < result.nulls[0].stats.best < result.score_ns
+
+
+def test_a_limit_that_is_too_small_for_the_harness_is_named(session_seed):
+    made = contest(seed=session_seed, limit=1e-7)
+    with made.null_ranks() as ranks, pytest.raises(UsageError, match="--limit 1e-07: the null submission"):
+        made.run_null(ranks, "leaderboard")
 
 
 @pytest.mark.parametrize("mode, brings_new_data", [("benchmark", False), ("leaderboard", True)])
