@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -45,7 +45,7 @@ def serve(
     timeout: float,
     prepare: Callable[[int], None] | None,
 ) -> None:
-    """Answers programs until the caller closes the pipe. The arguments are those of RankProcesses as they arrive here."""
+    """Answers programs until the caller ends this process, or is gone. The arguments are those of RankProcesses as they arrive here."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _leave_with_parent()
     escape_output()
@@ -64,8 +64,8 @@ def serve(
                 dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=limit)
             while True:
                 _answer(connection, connection.recv_bytes())
-        except EOFError:  # the caller has closed the pipe
-            os._exit(0)  # skips gloo's teardown, which waits for ranks that are gone
+        except EOFError:
+            _leave()
         except BaseException:
             _send(connection, "died", _failure())
             os._exit(1)
@@ -95,12 +95,15 @@ def _failure() -> tuple[str, str]:
 
 def _send(connection: Connection, kind: str, content: Any) -> None:
     # Plain bytes: multiprocessing's own pickler would move tensors through /dev/shm.
-    connection.send_bytes(pickle.dumps((kind, content)))
+    message = pickle.dumps((kind, content))
+    try:
+        connection.send_bytes(message)
+    except (BrokenPipeError, ConnectionResetError):
+        _leave()
 
 
 def _leave_with_parent() -> None:
-    """A killed parent cannot stop its children, so each watches for the parent's end, and ends what it has started with it if it
-    leads a process group.
+    """A killed parent cannot stop its children, so each watches for the parent's end.
 
     The kernel resumes a stopped rank when the process that started it ends. That may be the fork server, which ends once nobody
     holds its descriptor: no rank may keep it."""
@@ -112,8 +115,14 @@ def _leave_with_parent() -> None:
 
     def watch() -> None:
         wait([parent.sentinel])
-        if os.getpgrp() == os.getpid():
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
+        _leave()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def _leave() -> NoReturn:
+    """The caller is gone: it ends its ranks before it closes their pipes. If this process leads a process group, what it has started
+    ends too. Gloo's teardown is skipped, since it waits for ranks that are gone."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

@@ -89,7 +89,12 @@ def left_running(pids: list[int], seconds: float = 20.0) -> list[int]:
 
 
 def _is_running(pid: int) -> bool:
+    return state(pid) not in "Z"
+
+
+def state(pid: int) -> str:
+    """As in /proc: T is stopped, Z has ended. "": there is no such process."""
     try:
-        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
-        return False
+        return ""

@@ -32,11 +32,11 @@ def test_a_killed_command_leaves_no_process(tmp_path):
     pids = []
     try:
         end = time.monotonic() + 120
-        while len(pids) < 5:  # two ranks, a child of each, and the fork server
+        # Two ranks, a child of each, and the fork server; both ranks are stopped.
+        while len(pids) < 5 or sum(contest_cases.state(pid) == "T" for pid in pids) < 2:
             assert time.monotonic() < end and process.poll() is None, pids
             time.sleep(0.05)
             pids = [int(path.stem) for path in tmp_path.glob("*.pid")]
-        time.sleep(0.2)  # both are stopped
         process.kill()
         process.wait()
         assert contest_cases.left_running(pids) == []
