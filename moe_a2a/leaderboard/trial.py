@@ -60,7 +60,7 @@ class Trial:
         self._num_secret_seeds = 0
         self._expected: list[Tensor] = []  # of the last call
         self._earlier: list[list[Tensor]] = []
-        self._num_calls = 0  # whose outputs were checked
+        self._has_called = False  # with a check of the outputs
         seed = case["seed"] if published else self._secret_seed()
         self._weights = [
             self._problem.make_weights(case, rank, _generator(seed, rank)) for rank in range(ranks.num_ranks)
@@ -151,11 +151,10 @@ class Trial:
         self._expected = self.expected(inputs)
 
     def _check_all(self, results: list[CallResult]) -> None:
-        is_first = self._num_calls == 0
-        self._num_calls += 1
         for rank, result in enumerate(results):
-            earlier = None if is_first else [outputs[rank] for outputs in self._earlier]
+            earlier = [outputs[rank] for outputs in self._earlier] if self._has_called else None
             self._check(result, self._expected[rank], f"rank {rank}", earlier)
+        self._has_called = True
         if self._checked:
             problem = self._problem.disagreement([result.output for result in results if result.output is not None])
             if problem:

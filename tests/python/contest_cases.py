@@ -89,7 +89,7 @@ def left_running(pids: list[int], seconds: float = 20.0) -> list[int]:
 
 
 def _is_running(pid: int) -> bool:
-    return state(pid) not in "Z"
+    return state(pid) not in ("", "Z")
 
 
 def state(pid: int) -> str:
